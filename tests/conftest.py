@@ -133,6 +133,14 @@ def rm_dir(cafe_data, sft_dir, logs):
 
 
 @pytest.fixture(scope="session")
+def runs(tmp_path_factory, cafe_data, talk_data, tokenizer):
+    """What runs of every training program need, and their flags."""
+    from helpers.tiny_runs import TinyRuns
+
+    return TinyRuns(tmp_path_factory.mktemp("runs"), cafe_data, talk_data, tokenizer)
+
+
+@pytest.fixture(scope="session")
 def transformers_serve(tmp_path_factory, tokenizer):
     """`transformers serve` with a tiny model on localhost: its address and the model's name there."""
     pytest.importorskip("uvicorn", reason="needs pip install 'transformers[serving]'")

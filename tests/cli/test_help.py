@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import types
+from functools import partial
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import pytest
 import yaml
 from helpers import run_program
+from helpers.errors import refused
 from helpers.programs import args_classes
 
 from lightrlhf.cli.parser import parse
@@ -66,19 +68,11 @@ def stored(kind: str, owner: type, values: dict, tmp_path) -> list[str]:
     return ["--resume_from", str(tmp_path), *required(owner)]
 
 
-def refused(owner: type, words: list[str], capsys) -> str:
-    with pytest.raises(SystemExit) as stopped:
-        parse(owner, words)
-    error = capsys.readouterr().err
-    assert stopped.value.code == 2 and error.count("\n") == 1
-    return error
-
-
 @pytest.mark.parametrize("program, kind", [(program, kind) for program in CLASSES for kind in stores(program)])
 def test_a_stored_unknown_flag_is_refused_by_name(program, kind, unchecked, tmp_path, capsys):
-    assert "no_such_flag" in refused(
-        CLASSES[program], stored(kind, CLASSES[program], {"no_such_flag": 1}, tmp_path), capsys
-    )
+    owner = CLASSES[program]
+    words = stored(kind, owner, {"no_such_flag": 1}, tmp_path)
+    assert "no_such_flag" in refused(capsys, partial(parse, owner), *words)
 
 
 def test_the_args_of_another_program_are_refused_by_its_name(tmp_path):

@@ -10,7 +10,6 @@ import pytest
 import torch
 from helpers import last_checkpoint, metrics, weights
 from helpers.killed import main_of
-from helpers.tiny_runs import TinyRuns
 
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.cli.groups import ModelArgs
@@ -21,11 +20,6 @@ from lightrlhf.models.loading import load_policy
 from lightrlhf.storage.jsonl import read_jsonl
 
 STAGES = {"sft": ("finetune", "input_ids"), "dpo": ("preference", "chosen_input_ids")}
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory, cafe_data, talk_data, tokenizer):
-    return TinyRuns(tmp_path_factory.mktemp("runs"), cafe_data, talk_data, tokenizer)
 
 
 @pytest.fixture(scope="module")

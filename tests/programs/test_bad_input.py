@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import CPU, last_checkpoint, metrics, save_model, weights
+from helpers import CPU, errors, last_checkpoint, metrics, save_model, weights
 
 import datasets_prep.cafe.prepare_data
 import datasets_prep.helpful_harmless.prepare_data
@@ -52,23 +52,12 @@ PARSING = ["--termination_condition", "parsing"]
 REWARD = ["--reward_function", "helpers.rewards:constant"]
 
 
-def error_lines(capsys) -> list[str]:
-    """Lines on stderr without progress bars."""
-    text = capsys.readouterr().err.replace("\r", "\n")
-    return [line for line in text.splitlines() if line.strip() and "it/s" not in line and "?it" not in line]
-
-
 def refused(program: str, flags: list, capsys, status: int = 2) -> str:
     """Run a program that must refuse; returns its one line on stderr."""
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as stopped:
-        PROGRAMS[program]([str(flag) for flag in flags])
-    lines = error_lines(capsys)
-    assert len(lines) == 1, lines
-    assert stopped.value.code == status
-    without_folders = re.sub(r"/\S+/", "", lines[0])  # which are as long as they are
-    assert re.match(r"(python -m [\w.]+: )?error: ", lines[0]) and len(without_folders) < 500, lines[0]
-    return lines[0]
+    line = errors.refused(capsys, PROGRAMS[program], *flags, status=status)
+    without_folders = re.sub(r"/\S+/", "", line)  # which are as long as they are
+    assert re.match(r"(python -m [\w.]+: )?error: ", line) and len(without_folders) < 500, line
+    return line
 
 
 def missing(line: str, *pins: str) -> list[str]:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import itertools
 import json
 import math
+from functools import partial
 from pathlib import Path
 
 import pytest
+from helpers.errors import refused
 
 from lightrlhf import plot
 from lightrlhf.plot import best_of_n, best_of_n_kl, read_sweep
@@ -43,15 +45,6 @@ def drawn(monkeypatch) -> dict[str, dict[str, list]]:
 
     monkeypatch.setattr(Figure, "savefig", keep)
     return panels
-
-
-def refused(capsys, *argv: object) -> str:
-    with pytest.raises(SystemExit) as stop:
-        plot.main([str(word) for word in argv])
-    lines = capsys.readouterr().err.strip().splitlines()
-    assert stop.value.code == 2
-    assert len(lines) == 1, lines
-    return lines[0]
 
 
 def test_one_run_with_the_points_as_logged(tmp_path, drawn):
@@ -130,24 +123,24 @@ def test_the_curves_of_a_real_run(sft_dir, tmp_path):
 
 
 def test_bad_calls_are_one_line(tmp_path, capsys):
-    folder = experiment(tmp_path / "run")
-    assert "experiment_dir" in refused(capsys)
-    assert "at least one" in refused(capsys, "--experiment_dir")
-    assert "nowhere has no metrics.jsonl" in refused(capsys, "--experiment_dir", "nowhere")
+    folder, told = experiment(tmp_path / "run"), partial(refused, capsys, plot.main)
+    assert "experiment_dir" in told()
+    assert "at least one" in told("--experiment_dir")
+    assert "nowhere has no metrics.jsonl" in told("--experiment_dir", "nowhere")
     empty = experiment(tmp_path / "empty", [])
-    assert "metrics.jsonl" in refused(capsys, "--experiment_dir", empty)
-    error = refused(capsys, "--experiment_dir", folder, "--metrics", "train/los")
+    assert "metrics.jsonl" in told("--experiment_dir", empty)
+    error = told("--experiment_dir", folder, "--metrics", "train/los")
     assert "--metrics train/los " in error and "train/loss" in error
-    assert "--smoothing 0" in refused(capsys, "--experiment_dir", folder, "--smoothing", "0")
+    assert "--smoothing 0" in told("--experiment_dir", folder, "--smoothing", "0")
     missing = str(tmp_path / "no" / "such" / "a.png")
-    assert f"--output_file {missing}" in refused(capsys, "--experiment_dir", folder, "--output_file", missing)
-    assert "--output_file" in refused(capsys, "--experiment_dir", folder, "--output", "a.png")
-    assert "did you mean --output_file?" in refused(capsys, "--experiment_dir", folder, "--outptu_file", "a.png")
+    assert f"--output_file {missing}" in told("--experiment_dir", folder, "--output_file", missing)
+    assert "--output_file" in told("--experiment_dir", folder, "--output", "a.png")
+    assert "did you mean --output_file?" in told("--experiment_dir", folder, "--outptu_file", "a.png")
 
 
 def test_damage_before_the_last_line_is_named(tmp_path, capsys):
     folder = experiment(tmp_path / "run", ROWS[:2], tail='{"step": 3, "train\n' + json.dumps(ROWS[3]) + "\n")
-    assert "metrics.jsonl line 3 is not JSON" in refused(capsys, "--experiment_dir", folder)
+    assert "metrics.jsonl line 3 is not JSON" in refused(capsys, plot.main, "--experiment_dir", folder)
 
 
 def test_the_best_of_n_is_the_mean_over_all_subsets():

@@ -26,11 +26,6 @@ NONE = ("--sampling_correction", "none")
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory, cafe_data, talk_data, tokenizer) -> TinyRuns:
-    return TinyRuns(tmp_path_factory.mktemp("runs"), cafe_data, talk_data, tokenizer)
-
-
-@pytest.fixture(scope="module")
 def url(runs):
     with serving(runs.model, rollout_mini_batch_size=32) as (address, _):
         yield address

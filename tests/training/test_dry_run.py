@@ -10,17 +10,12 @@ import torch
 from helpers import last_checkpoint, run_program, save_model
 from helpers.killed import main_of
 from helpers.served_runs import KEY, ForkedServer
-from helpers.tiny_runs import PROGRAMS, SAMPLING, TRAINED, TinyRuns, experiment_of
+from helpers.tiny_runs import PROGRAMS, SAMPLING, TRAINED, experiment_of
 from helpers.trees import tree
 
 from lightrlhf.data.splits import load_split
 from lightrlhf.data.tokens import marked_text
 from lightrlhf.training.dry_run import ENDING, in_words, spans_of
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory, cafe_data, talk_data, tokenizer):
-    return TinyRuns(tmp_path_factory.mktemp("dry"), cafe_data, talk_data, tokenizer)
 
 
 @pytest.fixture

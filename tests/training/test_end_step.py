@@ -9,18 +9,13 @@ import pytest
 import torch
 from helpers import last_checkpoint, metrics
 from helpers.killed import main_of
-from helpers.tiny_runs import TRAINED, TinyRuns, experiment_of
+from helpers.tiny_runs import TRAINED, experiment_of
 
 from lightrlhf.training.run import Run
 
 EVERY = ("--eval_interval", 1, "--save_interval", 1, "--log_interval", 1)
 MORE = {"online_refuel": ("--eval_dialogues", 2)}
 ENDED_BY_HAND = ("ppo", "grpo", "reflect_rl")
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory, cafe_data, talk_data, tokenizer):
-    return TinyRuns(tmp_path_factory.mktemp("runs"), cafe_data, talk_data, tokenizer)
 
 
 def state_of(run: Run) -> dict:

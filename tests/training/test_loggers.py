@@ -11,18 +11,12 @@ import pytest
 from helpers import metrics
 from helpers.errors import error_naming
 from helpers.killed import main_of
-from helpers.tiny_runs import TinyRuns
 
 from lightrlhf import sft
 from lightrlhf.cli.groups import TrainArgs
 from lightrlhf.storage.jsonl import read_jsonl
 from lightrlhf.training.loggers import LONGEST_TEXT, SHOWN_TEXTS, TensorBoardLogger, WandbLogger, flat
 from lightrlhf.training.run import Run
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory, cafe_data, talk_data, tokenizer):
-    return TinyRuns(tmp_path_factory.mktemp("runs"), cafe_data, talk_data, tokenizer)
 
 
 def events(folder: Path):

@@ -14,7 +14,7 @@ import torch
 from helpers import last_checkpoint, metrics, rows_of
 from helpers.killed import main_of
 from helpers.rollouts import rollout_of, scores_of
-from helpers.tiny_runs import ITERATED, SAMPLING, TinyRuns
+from helpers.tiny_runs import ITERATED, SAMPLING
 
 from lightrlhf.cli.groups import TrainArgs
 from lightrlhf.data.scores import Scores
@@ -52,11 +52,6 @@ ROW = {
     "truncated",
     "columns",
 }
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory, cafe_data, talk_data, tokenizer):
-    return TinyRuns(tmp_path_factory.mktemp("runs"), cafe_data, talk_data, tokenizer)
 
 
 @pytest.fixture(scope="module")
