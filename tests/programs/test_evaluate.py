@@ -226,6 +226,7 @@ def test_rouge_is_one_when_the_answers_are_the_demonstrations(sft, cafe_data, to
         truncated=torch.zeros(len(rows), dtype=torch.bool),
         logprobs=zeros,
         ref_logprobs=zeros,
+        tokenizer=tokenizer,
     )
     monkeypatch.setattr(answers, "respond", lambda *args: same)
     found = answers.rouge(None, None, rows, tokenizer, 0, 8)
