@@ -20,7 +20,7 @@ import signal
 import unicodedata
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -33,6 +33,9 @@ from lightrlhf.data.splits import IGNORE_INDEX
 from lightrlhf.data.tokens import Piece, adds_bos, own_ids, text_pieces
 from lightrlhf.data.turn_ends import close_turn
 from lightrlhf.storage.jsonl import Row
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 STAGES = ("finetune", "preference", "unpaired", "prompts", "dialogue")
 
@@ -111,7 +114,9 @@ class Encoder:
     `wraps`: plain prompts become a user message of the chat template.
     """
 
-    def __init__(self, args: Any, tokenizer: Any, place: Callable[[Row], Place], wraps: bool = False) -> None:
+    def __init__(
+        self, args: Any, tokenizer: PreTrainedTokenizerBase, place: Callable[[Row], Place], wraps: bool = False
+    ) -> None:
         self.args = args
         self.tokenizer = tokenizer
         self.place = place
@@ -214,7 +219,7 @@ class Encoder:
     def _decode(self, ids: list[list[int]]) -> Iterable[str]:
         if self.tokenizer.is_fast:
             return self.tokenizer.backend_tokenizer.decode_batch(ids, skip_special_tokens=False)
-        return (self.tokenizer.decode(one, clean_up_tokenization_spaces=False) for one in ids)
+        return (str(self.tokenizer.decode(one, clean_up_tokenization_spaces=False)) for one in ids)
 
     def _finish(self, segment: Segment, pieces: list[EncodedPiece]) -> Encoded:
         """Ids of a segment from those of its pieces."""

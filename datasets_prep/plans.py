@@ -7,12 +7,15 @@ messages.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeGuard
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 from datasets_prep.turns import BadRow, Dialogue, check_text, spells_control_token
 from lightrlhf.data.chat import LONGEST, Messages, controls, protect, writes_date
 from lightrlhf.data.tokens import adds_bos
 from lightrlhf.storage.jsonl import Row
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 class Segment(NamedTuple):
@@ -37,7 +40,7 @@ class Plan(NamedTuple):
 class Planner:
     """Plans of rows, by a tokenizer and its chat template; `wraps`: plain prompts become a user message of it."""
 
-    def __init__(self, args: Any, tokenizer: Any, wraps: bool) -> None:
+    def __init__(self, args: Any, tokenizer: PreTrainedTokenizerBase, wraps: bool) -> None:
         self.args = args
         self.tokenizer = tokenizer
         self.wraps = wraps

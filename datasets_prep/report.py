@@ -13,13 +13,16 @@ from collections import Counter
 from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from datasets_prep.encoding import Dropped, Example
 from lightrlhf.cli.parser import to_dict
 from lightrlhf.data.tokens import marked_text
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 MANY = 0.05  # share of rows
 NAMED = 5  # unreadable lines shown of each kind
@@ -53,7 +56,9 @@ def versions() -> dict[str, str]:
     return result
 
 
-def summarise(args: Any, examples: Splits, dropped: list[Dropped], tokenizer: Any, earlier: dict) -> dict[str, Any]:
+def summarise(
+    args: Any, examples: Splits, dropped: list[Dropped], tokenizer: PreTrainedTokenizerBase, earlier: dict
+) -> dict[str, Any]:
     """Counts, drop reasons, lengths, special tokens, hashes and a sample of each file.
 
     `earlier` is the report of a run for another stage in the same folder; its files remain listed.
@@ -115,7 +120,7 @@ def _by_kind(examples: Splits) -> dict[tuple[str, str], list[Example]]:
     return dict(sorted(kinds.items()))
 
 
-def _describe(stage: str, examples: list[Example], tokenizer: Any) -> dict[str, Any]:
+def _describe(stage: str, examples: list[Example], tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     lengths = np.array([len(ids) for example in examples for ids in example.ids])
     prompts = np.array([example.prompt_len for example in examples])
     every = np.concatenate([ids for example in examples for ids in example.ids])
@@ -152,7 +157,7 @@ def _content_hash(examples: list[Example]) -> str:
     return digest.hexdigest()
 
 
-def marked(stage: str, example: Example, tokenizer: Any) -> str:
+def marked(stage: str, example: Example, tokenizer: PreTrainedTokenizerBase) -> str:
     """The decoded row with ⟦ and ⟧ around trained tokens; both sides of a pair."""
 
     sides = []
@@ -243,7 +248,7 @@ def length_warnings(summary: dict[str, Any]) -> list[str]:
     return lines
 
 
-def try_out(args: Any, examples: Splits, dropped: list[Dropped], tokenizer: Any) -> dict[str, Any]:
+def try_out(args: Any, examples: Splits, dropped: list[Dropped], tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     """Print the first rows of each kind, decoded and with the trained part marked, and counts; returns the report."""
     for (name, stage), rows in _by_kind(examples).items():
         read = f", read as {name}" if name else ""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lightrlhf.cli.errors import first_line
 from lightrlhf.data.chat import (
@@ -28,6 +28,9 @@ from lightrlhf.data.chat import (
     shown_tools,
 )
 from lightrlhf.data.turn_ends import answer_text
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 Messages = list[dict[str, Any]]
 
@@ -50,7 +53,9 @@ class Dialogue:
     Raises: BadRow when the messages are malformed.
     """
 
-    def __init__(self, tokenizer: Any, messages: Sequence[dict[str, Any]], tools: list[Any] | None) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]], tools: list[Any] | None
+    ) -> None:
         check_messages(messages)
         self.tokenizer = tokenizer
         self.messages = messages
@@ -144,7 +149,7 @@ def check_text(text: Any, what: str, may_be_empty: bool = False) -> None:
         raise BadRow("lone_surrogate") from None
 
 
-def spells_control_token(tokenizer: Any, text: str) -> bool:
+def spells_control_token(tokenizer: PreTrainedTokenizerBase, text: str) -> bool:
     """Whether a content of this rendered text spells a control token, which is encoded as plain text.
 
     A mark stands within it then; one behind the mere beginning of a control token stands in none.

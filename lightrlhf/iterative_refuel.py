@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 
@@ -44,6 +44,9 @@ from lightrlhf.storage.jsonl import Row
 from lightrlhf.training import iterated, iterated_dir, model_card, provenance
 from lightrlhf.training.iterated import Iterated, Iteration, Stage
 from lightrlhf.training.run import Metrics, OnStep
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 CHUNK = 256  # dialogues between two writes
 
@@ -140,7 +143,9 @@ def rows_of_stage(path: Path, stage: str, size: int | None = None) -> list[Row]:
     return rows
 
 
-def load_frozen(args: IterativeRefuelArgs, source: str, tokenizer: Any, rows: Sequence[Dialogue]) -> Policy:
+def load_frozen(
+    args: IterativeRefuelArgs, source: str, tokenizer: PreTrainedTokenizerBase, rows: Sequence[Dialogue]
+) -> Policy:
     """A policy in eval mode that knows the tokens of these dialogues."""
     frozen = FrozenArgs(trust_remote_code=args.trust_remote_code)
     policy = load_policy(source, frozen, tokenizer).eval().to(find_device(args.accelerator))

@@ -80,7 +80,7 @@ def train(
     args: OnlineRefuelArgs,
     *,
     policy: Any = None,
-    tokenizer: Any = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
     dialogues: Mapping[str, Sequence[Dialogue]] | None = None,
     user: User | None = None,
     reward: RewardFunctions | None = None,

@@ -130,7 +130,7 @@ def train(
     args: RefuelArgs,
     *,
     policy: Any = None,
-    tokenizer: Any = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
     rows: Given | None = None,
     on_step: OnStep | None = None,
 ) -> Path:

@@ -133,7 +133,7 @@ def train(
     args: RMArgs,
     *,
     policy: Any = None,
-    tokenizer: Any = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
     rows: Given | None = None,
     on_step: OnStep | None = None,
 ) -> Path:

@@ -14,7 +14,7 @@ import math
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
@@ -31,6 +31,9 @@ from lightrlhf.models.given import load_start
 from lightrlhf.models.roles import TokenStats, policy_inputs
 from lightrlhf.training.run import Metrics, OnStep, Run
 from lightrlhf.training.start import begin, check_texts
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +64,7 @@ def train(
     args: SFTArgs,
     *,
     policy: Any = None,
-    tokenizer: Any = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
     rows: Given | None = None,
     on_step: OnStep | None = None,
 ) -> Path:

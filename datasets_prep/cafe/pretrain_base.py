@@ -15,7 +15,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +30,9 @@ from lightrlhf.cli.parser import parse
 from lightrlhf.models.names import quiet_libraries
 from lightrlhf.models.tiny import tiny_config
 from lightrlhf.storage.destinations import check_destination
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 BASE_DIR = Path(__file__).resolve().parent / "base"
 DETECTION_WEIGHT = 2.0
@@ -51,7 +54,7 @@ class PretrainArgs(Args):
     """Seed of corpus, tokenizer and initialisation."""
 
 
-def batches(args: PretrainArgs, tokenizer: Any) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+def batches(args: PretrainArgs, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Infinite batches (B, T): ids, mask of next-token prediction, labels 1 / 0 / -1 for replaced, kept, ignored."""
     rng = random.Random(args.seed)
     source = orders(rng, "train")
@@ -71,7 +74,9 @@ def batches(args: PretrainArgs, tokenizer: Any) -> Iterator[tuple[Tensor, Tensor
             yield ids, read, replaced
 
 
-def _row(rng: random.Random, order: Any, tokenizer: Any, swap: bool) -> tuple[list[int], list[float], bool]:
+def _row(
+    rng: random.Random, order: Any, tokenizer: PreTrainedTokenizerBase, swap: bool
+) -> tuple[list[int], list[float], bool]:
     opening = tokenizer(PROMPT.format(request=request(rng, order)))["input_ids"]
     if not swap:
         answer = tokenizer(" " + random_answer(rng, order, **MIXTURE))["input_ids"] + [tokenizer.eos_token_id]

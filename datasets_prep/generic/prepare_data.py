@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
 from datasets_prep.common import PrepareArgs, load_tokenizer, prepare, rows_of, source_of
 from datasets_prep.formats import check_columns, parse_columns, to_row
@@ -20,6 +20,9 @@ from lightrlhf.cli.errors import one_line_errors
 from lightrlhf.cli.fields import flag
 from lightrlhf.cli.lists import pairs
 from lightrlhf.cli.parser import parse
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +40,7 @@ class GenericArgs(PrepareArgs):
     def _check(self) -> None:
         parse_columns(self.columns)
 
-    def wraps(self, tokenizer: Any) -> bool:
+    def wraps(self, tokenizer: PreTrainedTokenizerBase) -> bool:
         """Whether plain prompts become a user message."""
         return bool(self.chat_template or tokenizer.chat_template) if self.wrap_prompts is None else self.wrap_prompts
 

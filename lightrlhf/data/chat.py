@@ -19,11 +19,14 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jinja2.exceptions import TemplateError
 
 from lightrlhf.cli.errors import UsageError, first_line
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 Messages = Sequence[dict[str, Any]]
 MARK = "\ufdd0"  # a noncharacter of Unicode: reserved for use within a program
@@ -60,19 +63,19 @@ class Controls(NamedTuple):
     unknown: int | None  # the id of what the vocabulary lacks, where that is a token of its own
 
 
-def controls(tokenizer: Any) -> Controls:
+def controls(tokenizer: PreTrainedTokenizerBase) -> Controls:
     """Control tokens of a tokenizer with its present chat template."""
     special = tuple(tokenizer.all_special_ids)  # which may change without the size
     return _controls(tokenizer, len(tokenizer), template_of(tokenizer), special)
 
 
-def model_of(tokenizer: Any) -> Any:
+def model_of(tokenizer: PreTrainedTokenizerBase) -> Any:
     """The model of a tokenizer of the package `tokenizers`, such as its BPE; None of any other."""
     return getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)
 
 
 @lru_cache(maxsize=16)
-def _controls(tokenizer: Any, size: int, template: str, special: tuple[int, ...]) -> Controls:
+def _controls(tokenizer: PreTrainedTokenizerBase, size: int, template: str, special: tuple[int, ...]) -> Controls:
     named = set(tokenizer.all_special_tokens)
     texts, tags, stripping, ids = set(), set(), set(), {*special}
     by_other_texts = _normalises_to_tokens(tokenizer)
@@ -103,7 +106,7 @@ def _controls(tokenizer: Any, size: int, template: str, special: tuple[int, ...]
     )
 
 
-def _normalises_to_tokens(tokenizer: Any) -> bool:
+def _normalises_to_tokens(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether a normalised text may become any entry of the vocabulary, a control token too. Merges do not make one."""
     model = model_of(tokenizer)
     if model is None or tokenizer.backend_tokenizer.normalizer is None:
@@ -111,7 +114,7 @@ def _normalises_to_tokens(tokenizer: Any) -> bool:
     return type(model).__name__ != "BPE" or bool(model.ignore_merges)
 
 
-def declare_ends(tokenizer: Any, source: str) -> None:
+def declare_ends(tokenizer: PreTrainedTokenizerBase, source: str) -> None:
     """Declare as special tokens what a model's generation config ends at and its tokenizer has as plain entries.
 
     Otherwise texts could spell them. Only those that look like markup: a response may end at a word or a line, too.
@@ -136,7 +139,7 @@ def any_of(texts: set[str]) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
 
-def template_of(tokenizer: Any, tools: Any = None) -> str:
+def template_of(tokenizer: PreTrainedTokenizerBase, tools: Any = None) -> str:
     """The chat template of a tokenizer, that for tools if it has several; empty without one."""
     given = tokenizer.chat_template
     if isinstance(given, dict):
@@ -144,12 +147,12 @@ def template_of(tokenizer: Any, tools: Any = None) -> str:
     return str(given or "")
 
 
-def has_generation_tags(tokenizer: Any, tools: Any = None) -> bool:
+def has_generation_tags(tokenizer: PreTrainedTokenizerBase, tools: Any = None) -> bool:
     """Whether the chat template says by `{% generation %}` tags what of an answer carries loss."""
     return GENERATION_TAG.search(template_of(tokenizer, tools)) is not None
 
 
-def writes_date(tokenizer: Any, has_tools: bool = False) -> bool:
+def writes_date(tokenizer: PreTrainedTokenizerBase, has_tools: bool = False) -> bool:
     """Whether the chat template writes the current date into a dialogue, where it is stored."""
     name, asked = "strftime_now", {"role": "user", "content": "text"}
     tool = {"type": "function", "function": {"name": "name", "parameters": {"type": "object", "properties": {}}}}
@@ -157,9 +160,11 @@ def writes_date(tokenizer: Any, has_tools: bool = False) -> bool:
     if name not in template_of(tokenizer, tools):
         return False
 
+    render: Any = tokenizer.apply_chat_template  # declared for lists of texts alone
+
     def text(messages: Messages, **date: Any) -> Any:
         try:
-            return tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **date)
+            return render(messages, tools=tools, tokenize=False, **date)
         except TEMPLATE_ERRORS:
             return None
 
@@ -167,7 +172,7 @@ def writes_date(tokenizer: Any, has_tools: bool = False) -> bool:
     return any(text(messages) != text(messages, **{name: lambda _: "another day"}) for messages in dialogues)
 
 
-def protect(tokenizer: Any, text: str, keep_tags: bool = False) -> str:
+def protect(tokenizer: PreTrainedTokenizerBase, text: str, keep_tags: bool = False) -> str:
     """`text` with a mark inside each control token that it spells; `keep_tags`: except `<think>` and its like.
 
     Another mark stands behind the beginning of a control token at its end, which the text behind it may complete.
@@ -187,13 +192,13 @@ def _protected(found: Controls, text: str, keep_tags: bool) -> str:
     return text
 
 
-def ends_with_control(tokenizer: Any, text: str) -> bool:
+def ends_with_control(tokenizer: PreTrainedTokenizerBase, text: str) -> bool:
     """Whether a control token is the end of a text, but for spaces that it takes."""
     found = controls(tokenizer)
     return text.endswith(found.texts) or text.rstrip().endswith(found.stripping)
 
 
-def check_spelling(tokenizer: Any, text: str, ids: Sequence[int]) -> None:
+def check_spelling(tokenizer: PreTrainedTokenizerBase, text: str, ids: Sequence[int]) -> None:
     """Check that the ids of a text with marks have no control token that it does not spell outside of them.
 
     Only tokenizers that normalise texts need it: to them `<|IM_END|>` may be `<|im_end|>`. Raises: UsageError.
@@ -207,7 +212,7 @@ def check_spelling(tokenizer: Any, text: str, ids: Sequence[int]) -> None:
 
 
 def render(
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase,
     messages: Messages,
     tools: Sequence[dict[str, Any]] | None = None,
     add_generation_prompt: bool = False,
@@ -223,7 +228,9 @@ def render(
         raise UsageError(f"the chat template refuses these messages ({first_line(problem)})") from None
 
 
-def render_shown(tokenizer: Any, shown: list[Any], tools: list[Any] | None, add_generation_prompt: bool = False) -> str:
+def render_shown(
+    tokenizer: PreTrainedTokenizerBase, shown: list[Any], tools: list[Any] | None, add_generation_prompt: bool = False
+) -> str:
     """`render` of messages and tools that are protected already."""
     text = tokenizer.apply_chat_template(
         shown, tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt
@@ -234,18 +241,19 @@ def render_shown(tokenizer: Any, shown: list[Any], tools: list[Any] | None, add_
 
 
 def generated_spans(
-    tokenizer: Any, shown: Sequence[dict[str, Any]], tools: list[Any] | None
+    tokenizer: PreTrainedTokenizerBase, shown: Sequence[dict[str, Any]], tools: list[Any] | None
 ) -> tuple[str, list[tuple[int, int]]]:
     """The text of messages that are protected already, and its characters within `{% generation %}` tags."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     given: Any = tools
+    names: Any = tokenizer.special_tokens_map
     result: Any = render_jinja_template(  # lists of texts and of their spans, declared as a text
         [list(shown)],
         tools=given,
         chat_template=template_of(tokenizer, tools),
         return_assistant_tokens_mask=True,
-        **tokenizer.special_tokens_map,
+        **names,
     )
     (text,), (spans,) = result
     return text, list(spans)
@@ -293,7 +301,7 @@ def _leaves(value: Any) -> list[str]:
     return [value] if isinstance(value, str) else []  # numbers and truth values have more than one spelling
 
 
-def shown_messages(tokenizer: Any, messages: Messages) -> list[dict[str, Any]]:
+def shown_messages(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> list[dict[str, Any]]:
     """Messages as passed to a template: protected, and without the fields that only affect the loss.
 
     Raises: UsageError for a role that is not in `ROLES`; templates would render or drop it silently.
@@ -317,7 +325,9 @@ def shown_messages(tokenizer: Any, messages: Messages) -> list[dict[str, Any]]:
     return [shown(message) for message in messages]
 
 
-def shown_tools(tokenizer: Any, tools: Sequence[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
+def shown_tools(
+    tokenizer: PreTrainedTokenizerBase, tools: Sequence[dict[str, Any]] | None
+) -> list[dict[str, Any]] | None:
     """Tools as a template gets them."""
     return [_mapped(tool, partial(protect, tokenizer)) for tool in tools] if tools else None
 

@@ -21,7 +21,7 @@ import tokenize
 import warnings
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
@@ -30,6 +30,9 @@ from lightrlhf.cli.packages import check_package
 from lightrlhf.data.batch import Rollout
 from lightrlhf.data.tokens import decode
 from lightrlhf.maths.macro_actions import beginning_at
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 SENTENCE = re.compile(r"[^\n]+?(?:(?<=[.!?])(?= )|(?=\n)|\Z)")
 WORD = re.compile(r"\w+(?:['’]\w+)*|[^\w\s]")
@@ -111,7 +114,7 @@ def check_spans(spans: Sequence[Span], text: str) -> Sequence[Span]:
     return spans
 
 
-def token_ends(tokenizer: Any, ids: Sequence[int]) -> tuple[str, list[int]]:
+def token_ends(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> tuple[str, list[int]]:
     """The text of sampled ids, and the character offset at which each token ends.
 
     Offsets are the tokenizer's own if encoding the text gives the same ids, else found by decoding incrementally. Each
@@ -128,7 +131,7 @@ def token_ends(tokenizer: Any, ids: Sequence[int]) -> tuple[str, list[int]]:
     return text, _fill_ends(list(_ends_by_decoding(tokenizer, ids)), len(text))
 
 
-def _ends_by_decoding(tokenizer: Any, ids: Sequence[int]) -> Iterator[int | None]:
+def _ends_by_decoding(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> Iterator[int | None]:
     """Number of complete characters after each token, None if it adds none; decodes a window of a few tokens.
 
     A window, because some tokenizers drop the space before the first decoded token.

@@ -100,7 +100,9 @@ def load_rows(
     return drop_equal_pairs(rows) if rows and stage == "preference" else rows
 
 
-def load_sets(stage: str, split: str, args: SplitArgs, given: Given | None, tokenizer: Any) -> list[list[Row]]:
+def load_sets(
+    stage: str, split: str, args: SplitArgs, given: Given | None, tokenizer: PreTrainedTokenizerBase
+) -> list[list[Row]]:
     """Rows of a split of each set of `--data_dir`, or those given as one set. Raises: as `load_rows`."""
     return [load_rows(stage, split, folder, given, tokenizer, args.verify) for folder in sources(args, given)]
 
@@ -110,7 +112,7 @@ def sources(args: SplitArgs, given: Given | None) -> list[str]:
     return args.data_dirs if given is None else args.data_dirs[:1]
 
 
-def _prepared(row: Any, stage: str, tokenizer: Any, where: str) -> Row:
+def _prepared(row: Any, stage: str, tokenizer: PreTrainedTokenizerBase, where: str) -> Row:
     if stage == "prompts" and not isinstance(row, Mapping):
         row = {"prompt": row}
     if not isinstance(row, Mapping):
@@ -159,7 +161,7 @@ def _prepared(row: Any, stage: str, tokenizer: Any, where: str) -> Row:
     return {"prompt_len": len(prompt), "input_ids": ids, "targets": targets}
 
 
-def _check_response(response: Any, prompt: Any, tokenizer: Any, tools: Any, where: str) -> None:
+def _check_response(response: Any, prompt: Any, tokenizer: PreTrainedTokenizerBase, tools: Any, where: str) -> None:
     is_message = isinstance(response, Mapping) and response.get("role") == "assistant" and "content" in response
     if not isinstance(response, str) and not (is_message and not isinstance(prompt, str)):
         remedy = " or, after messages, an assistant message" if not isinstance(prompt, str) else ""
@@ -178,7 +180,7 @@ def _check_response(response: Any, prompt: Any, tokenizer: Any, tools: Any, wher
             raise UsageError(f"{where}: {problem}") from None
 
 
-def _check_prompt(prompt: Any, tokenizer: Any, where: str) -> None:
+def _check_prompt(prompt: Any, tokenizer: PreTrainedTokenizerBase, where: str) -> None:
     if isinstance(prompt, str):
         if not prompt:
             raise UsageError(f"{where}: the prompt is empty")

@@ -9,7 +9,7 @@ import contextlib
 import functools
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -31,10 +31,15 @@ from lightrlhf.data.chat import (
 from lightrlhf.data.splits import Row
 from lightrlhf.data.turn_ends import answer_text, close_turn, end_tokens
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 SEPARATOR = "\x01"  # merges with no character behind it, but see `_is_parted`
 
 
-def encode_prompt(tokenizer: Any, prompt: str | Messages, tools: Sequence[dict[str, Any]] | None = None) -> list[int]:
+def encode_prompt(
+    tokenizer: PreTrainedTokenizerBase, prompt: str | Messages, tools: Sequence[dict[str, Any]] | None = None
+) -> list[int]:
     """Token ids of a prompt, exactly as in the prepared data.
 
     A string is tokenised without special tokens, after one BOS if the tokenizer adds one by default. Messages are
@@ -55,7 +60,7 @@ def encode_prompt(tokenizer: Any, prompt: str | Messages, tools: Sequence[dict[s
     return [tokenizer.bos_token_id, *encode_text(tokenizer, protect(tokenizer, text))]
 
 
-def encode_text(tokenizer: Any, text: str, behind: str | None = None) -> list[int]:
+def encode_text(tokenizer: PreTrainedTokenizerBase, text: str, behind: str | None = None) -> list[int]:
     """Token ids of a text from `data.chat`; `behind`: the text that it continues, None at the start.
 
     Raises: UsageError when a content becomes a control token all the same (see `chat.check_spelling`).
@@ -68,7 +73,7 @@ def encode_text(tokenizer: Any, text: str, behind: str | None = None) -> list[in
     return ids
 
 
-def encode_pair(tokenizer: Any, first: str, second: str) -> dict[str, list[int]]:
+def encode_pair(tokenizer: PreTrainedTokenizerBase, first: str, second: str) -> dict[str, list[int]]:
     """Inputs of an encoder that reads two texts: ids, and masks and types where it takes them.
 
     The tokenizer writes its own control tokens around the texts, which yield none (Raises: see `encode_text`).
@@ -104,20 +109,20 @@ class Piece(NamedTuple):
     prefix: str = ""
 
 
-def text_pieces(tokenizer: Any, text: str, behind: str | None) -> Iterator[Piece]:
+def text_pieces(tokenizer: PreTrainedTokenizerBase, text: str, behind: str | None) -> Iterator[Piece]:
     """Yields the pieces of a text between its marks; see `encode_text`."""
     for piece in text.split(MARK):
         yield Piece(piece, "" if behind is None else continuation_prefix(tokenizer, piece, behind))
         behind = piece
 
 
-def own_ids(tokenizer: Any, piece: Piece, ids: list[int]) -> list[int] | None:
+def own_ids(tokenizer: PreTrainedTokenizerBase, piece: Piece, ids: list[int]) -> list[int] | None:
     """The ids of a piece, from the ids of its prefix and text together; None where the two have merged."""
     before = _ids_of_prefix(tokenizer, len(tokenizer), piece.prefix)
     return ids[len(before) :] if ids[: len(before)] == before else None
 
 
-def continuation_prefix(tokenizer: Any, text: str, behind: str) -> str:
+def continuation_prefix(tokenizer: PreTrainedTokenizerBase, text: str, behind: str) -> str:
     """A prefix after which `text` gets the ids that it has in the middle of a text.
 
     An end token, for SentencePiece tokenizers prepend a space to a text. Some prepend one behind each special token,
@@ -131,7 +136,7 @@ def continuation_prefix(tokenizer: Any, text: str, behind: str) -> str:
     return end + SEPARATOR if is_parted else end
 
 
-def check_end_token(tokenizer: Any, name: str) -> None:
+def check_end_token(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
     """Check that a tokenizer has an end token, which is split off from text beside it. Raises: UsageError."""
     end, index = tokenizer.eos_token, tokenizer.eos_token_id
     if index is None:
@@ -147,17 +152,17 @@ def check_end_token(tokenizer: Any, name: str) -> None:
         )
 
 
-def _ids(tokenizer: Any, text: str) -> list[int]:
+def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 @functools.lru_cache(maxsize=64)
-def _ids_of_prefix(tokenizer: Any, size: int, prefix: str) -> list[int]:
+def _ids_of_prefix(tokenizer: PreTrainedTokenizerBase, size: int, prefix: str) -> list[int]:
     return _ids(tokenizer, prefix) if prefix else []
 
 
 @functools.lru_cache(maxsize=16)
-def _at_end_token(tokenizer: Any, size: int, eos_token: str) -> tuple[bool, bool]:
+def _at_end_token(tokenizer: PreTrainedTokenizerBase, size: int, eos_token: str) -> tuple[bool, bool]:
     """Whether the tokenizer prepends a space behind an end token, and whether that takes the spaces behind it.
 
     Neither, where a token within a word is another one than at its beginning: text behind SEPARATOR is within one.
@@ -176,7 +181,7 @@ def _at_end_token(tokenizer: Any, size: int, eos_token: str) -> tuple[bool, bool
 
 
 @functools.lru_cache(maxsize=4096)
-def _is_parted(tokenizer: Any, size: int, prefix: str, character: str) -> bool:
+def _is_parted(tokenizer: PreTrainedTokenizerBase, size: int, prefix: str, character: str) -> bool:
     """Whether a character has ids of its own behind a prefix that ends with SEPARATOR.
 
     Not with a tokenizer of whole words, which reads both as one, nor where unknown characters in a row are one token.
@@ -184,7 +189,7 @@ def _is_parted(tokenizer: Any, size: int, prefix: str, character: str) -> bool:
     return len(_ids(tokenizer, prefix + character)) > len(_ids(tokenizer, prefix))
 
 
-def messages_of(tokenizer: Any, ids: Sequence[int]) -> Messages | None:
+def messages_of(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> Messages | None:
     """Messages that the chat template renders as exactly these prompt ids; None if there are none.
 
     Inverts the template: the text it writes around the turns is found by rendering a dialogue of known words, with and
@@ -192,7 +197,7 @@ def messages_of(tokenizer: Any, ids: Sequence[int]) -> Messages | None:
     """
     if not tokenizer.chat_template:
         return None
-    text = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+    text = str(tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
     for first in ([], ["system"]):
         messages = _parsed_messages(tokenizer, text, first)
         if messages and encode_prompt(tokenizer, messages) == list(ids):
@@ -200,7 +205,7 @@ def messages_of(tokenizer: Any, ids: Sequence[int]) -> Messages | None:
     return None
 
 
-def _parsed_messages(tokenizer: Any, text: str, first: list[str]) -> Messages | None:
+def _parsed_messages(tokenizer: PreTrainedTokenizerBase, text: str, first: list[str]) -> Messages | None:
     """Messages of a rendered prompt that begins with the roles `first` and goes on with user and assistant."""
     words = ["first-turn-words", "second-turn-words", "third-turn-words"]
     turns = [{"role": ("user", "assistant")[i % 2], "content": word} for i, word in enumerate(words)]
@@ -230,7 +235,7 @@ def _parsed_messages(tokenizer: Any, text: str, first: list[str]) -> Messages | 
 
 
 def encode_response(
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase,
     response: str | dict[str, Any],
     prompt: str | Messages = "",
     tools: Sequence[dict[str, Any]] | None = None,
@@ -255,7 +260,10 @@ def encode_response(
 
 
 def check_shown(
-    tokenizer: Any, prompt: Messages, response: dict[str, Any] | None, tools: Sequence[dict[str, Any]] | None
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: Messages,
+    response: dict[str, Any] | None,
+    tools: Sequence[dict[str, Any]] | None,
 ) -> None:
     """Check that the chat template writes all of a prompt and of a response to be trained. Raises: UsageError."""
     start = render(tokenizer, prompt, tools, add_generation_prompt=True)
@@ -267,7 +275,7 @@ def check_shown(
         raise UsageError(f"the chat template leaves out its {lacking.replace('_', ' ')}; use another template")
 
 
-def decode(tokenizer: Any, ids: Sequence[int]) -> str:
+def decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
     """Text of token ids, without special tokens and without a clean-up of spaces.
 
     The tokens that end a turn are also left out, although some tokenizers do not declare them as special. Like their
@@ -275,10 +283,10 @@ def decode(tokenizer: Any, ids: Sequence[int]) -> str:
     """
     ends = end_tokens(tokenizer)
     ids = [index for index in ids if index not in ends]
-    return tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    return str(tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
-def marked_text(tokenizer: Any, ids: Sequence[int], spans: Iterable[Sequence[int]]) -> str:
+def marked_text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], spans: Iterable[Sequence[int]]) -> str:
     """Text of token ids, control tokens too, with ⟦ and ⟧ around the tokens of each span [start, end), in order.
 
     A part is what its tokens add to the text before them: SentencePiece drops the space that a text begins with.
@@ -286,7 +294,7 @@ def marked_text(tokenizer: Any, ids: Sequence[int], spans: Iterable[Sequence[int
 
     def text(start: int, end: int) -> str:
         before, whole, alone = (
-            str(tokenizer.decode(part, clean_up_tokenization_spaces=False))
+            str(tokenizer.decode(list(part), clean_up_tokenization_spaces=False))
             for part in (ids[:start], ids[:end], ids[start:end])
         )
         return whole.removeprefix(before) if whole.startswith(before) else alone
@@ -298,19 +306,21 @@ def marked_text(tokenizer: Any, ids: Sequence[int], spans: Iterable[Sequence[int
     return "".join([*parts, text(at, len(ids))])
 
 
-def adds_bos(tokenizer: Any) -> bool:
+def adds_bos(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether the tokenizer prepends its BOS token to a text by default."""
     ids = tokenizer("a")["input_ids"]
     return ids != _ids(tokenizer, "a") and ids[:1] == [tokenizer.bos_token_id]
 
 
-def pair_prompt(tokenizer: Any, prompt: Sequence[int], first: Sequence[int], second: Sequence[int]) -> list[int]:
+def pair_prompt(
+    tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], first: Sequence[int], second: Sequence[int]
+) -> list[int]:
     """Input ids of a pair-preference model, whose score is the logit that the first response is the better one."""
     marks = [tokenizer(mark, add_special_tokens=False)["input_ids"] for mark in ("\n\n[A]", "\n\n[B]", "\n\n[?]")]
     return [*prompt, *marks[0], *first, *marks[1], *second, *marks[2]]
 
 
-def pair_rows(tokenizer: Any, rows: Sequence[Row]) -> list[Row]:
+def pair_rows(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row]) -> list[Row]:
     """Preference rows for a pair-preference model: both orders of the two responses, the better one first in `chosen`.
 
     As in other preference rows, the score of `chosen` must be the higher one, so all code for those applies.
@@ -328,7 +338,7 @@ def pair_rows(tokenizer: Any, rows: Sequence[Row]) -> list[Row]:
     return pairs
 
 
-def spelled_control(tokenizer: Any, text: str) -> str | None:
+def spelled_control(tokenizer: PreTrainedTokenizerBase, text: str) -> str | None:
     """A control token that a plain text spells, but for one BOS at its start, which `encode_prompt` takes as such."""
     has_bos = tokenizer.bos_token is not None and adds_bos(tokenizer)
     found = controls(tokenizer).spelled.search(text.removeprefix(tokenizer.bos_token if has_bos else ""))

@@ -15,9 +15,12 @@ import functools
 import sys
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lightrlhf.data.chat import TEMPLATE_ERRORS, any_of, controls, generated_spans, has_generation_tags
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 ASKED, ANSWERED, LATER, RESULT = "user-turn-words", "assistant-turn-words", "later-user-words", "tool-result-words"
 NAME, ARGUMENT, VALUE, OTHER_VALUE = "known_function", "known_argument", "known-value", "second-value"
@@ -50,7 +53,7 @@ class _Control(NamedTuple):
     end: int
 
 
-def turn_end(tokenizer: Any) -> int | None:
+def turn_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
     """Id of the token that ends an assistant's answer; None if the chat template leaves turns open.
 
     Also None without a template, or if it cannot render the known exchange.
@@ -59,29 +62,29 @@ def turn_end(tokenizer: Any) -> int | None:
     return end.ids[-1] if end and end.ids else None
 
 
-def turn_ends(tokenizer: Any) -> list[int]:
+def turn_ends(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Ids that end an assistant turn: an answer, and tool calls where the chat template ends them otherwise."""
     ends = (answer_end(tokenizer), call_end(tokenizer))
     return list(dict.fromkeys(end.ids[-1] for end in ends if end and end.ids))
 
 
-def end_tokens(tokenizer: Any) -> set[int]:
+def end_tokens(tokenizer: PreTrainedTokenizerBase) -> set[int]:
     """Ids of all tokens with which a chat template ends assistant turns."""
     ends = (answer_end(tokenizer), call_end(tokenizer))
     return {index for end in ends if end for index in end.ids}
 
 
-def answer_end(tokenizer: Any) -> TurnEnd | None:
+def answer_end(tokenizer: PreTrainedTokenizerBase) -> TurnEnd | None:
     """How the chat template ends an assistant's answer; None if it cannot render one."""
     return _answer_end(tokenizer, *_key(tokenizer)) if tokenizer.chat_template else None
 
 
-def call_end(tokenizer: Any) -> TurnEnd | None:
+def call_end(tokenizer: PreTrainedTokenizerBase) -> TurnEnd | None:
     """How the chat template ends a turn of tool calls; None if it renders none, or ends them like answers."""
     return _call_end(tokenizer, *_key(tokenizer)) if tokenizer.chat_template else None
 
 
-def answer_text(tokenizer: Any, prompt: str, rendered: str) -> str | None:
+def answer_text(tokenizer: PreTrainedTokenizerBase, prompt: str, rendered: str) -> str | None:
     """The assistant turn that `rendered` adds to a prompt, with its end; None if `rendered` does not begin with it.
 
     Text after the end, such as a line break, belongs to the next prompt.
@@ -100,15 +103,15 @@ def answer_text(tokenizer: Any, prompt: str, rendered: str) -> str | None:
     return turn.rstrip()
 
 
-def close_turn(tokenizer: Any, ids: list[int]) -> list[int]:
+def close_turn(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[int]:
     """Ids of a turn with the tokenizer's end token behind it, where the template leaves it open."""
     end = turn_end(tokenizer)
     ends = {tokenizer.eos_token_id} | (set() if end is None else controls(tokenizer).ending_ids)
-    last = next((i for i in reversed(ids) if i in ends or tokenizer.decode([i]).strip()), -1)  # then white space
+    last = next((i for i in reversed(ids) if i in ends or str(tokenizer.decode([i])).strip()), -1)  # then white space
     return ids if last in ends else [*ids, tokenizer.eos_token_id]
 
 
-def without_end(tokenizer: Any, ids: Sequence[int]) -> list[int]:
+def without_end(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[int]:
     """Ids of a whole response without the tokens at its end."""
     ends = {tokenizer.eos_token_id, *end_tokens(tokenizer)}
     length = max((place for place, index in enumerate(ids) if index in ends), default=len(ids))
@@ -118,13 +121,13 @@ def without_end(tokenizer: Any, ids: Sequence[int]) -> list[int]:
 
 
 # -------------------------------------------------------------------------------------------------- known exchanges
-def _key(tokenizer: Any) -> tuple[str, str]:
+def _key(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
     """What an end depends on besides the tokenizer."""
     return str(tokenizer.chat_template), tokenizer.eos_token
 
 
 @functools.lru_cache(maxsize=16)
-def _answer_end(tokenizer: Any, template: str, eos_token: str) -> TurnEnd | None:
+def _answer_end(tokenizer: PreTrainedTokenizerBase, template: str, eos_token: str) -> TurnEnd | None:
     exchange = [_said("user", ASKED), _said("assistant", ANSWERED)]
     behind = _behind(tokenizer, exchange, [ANSWERED])
     if behind is None:
@@ -141,7 +144,7 @@ def _answer_end(tokenizer: Any, template: str, eos_token: str) -> TurnEnd | None
 
 
 @functools.lru_cache(maxsize=16)
-def _call_end(tokenizer: Any, template: str, eos_token: str) -> TurnEnd | None:
+def _call_end(tokenizer: PreTrainedTokenizerBase, template: str, eos_token: str) -> TurnEnd | None:
     usual = answer_end(tokenizer)
     exchange = [_said("user", ASKED), _called(VALUE)]
     behind = _behind(tokenizer, exchange, [VALUE, NAME, ARGUMENT], TOOLS)
@@ -160,7 +163,11 @@ def _call_end(tokenizer: Any, template: str, eos_token: str) -> TurnEnd | None:
 
 
 def _end_of(
-    tokenizer: Any, exchange: list[dict[str, Any]], tools: list[Any] | None, behind: str, run: list[_Control]
+    tokenizer: PreTrainedTokenizerBase,
+    exchange: list[dict[str, Any]],
+    tools: list[Any] | None,
+    behind: str,
+    run: list[_Control],
 ) -> TurnEnd | None:
     """The end of the last turn of an exchange; `run`: the control tokens in the text after its words."""
     stop = run[-1].end if run else 0
@@ -173,7 +180,7 @@ def _end_of(
     return TurnEnd(tuple(control.id for control in run), behind[start:reach], behind[reach:])
 
 
-def _reach_of_tags(tokenizer: Any, messages: list[dict[str, Any]], tools: list[Any] | None) -> int:
+def _reach_of_tags(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], tools: list[Any] | None) -> int:
     """Where the last `{% generation %}` tag of a rendered dialogue ends, counted from the end of its text."""
     if not has_generation_tags(tokenizer, tools):
         return -sys.maxsize
@@ -184,7 +191,7 @@ def _reach_of_tags(tokenizer: Any, messages: list[dict[str, Any]], tools: list[A
     return spans[-1][1] - len(text) if spans else -sys.maxsize
 
 
-def _headers(tokenizer: Any) -> set[int]:
+def _headers(tokenizer: PreTrainedTokenizerBase) -> set[int]:
     """Control tokens with which a turn begins, but for the tokenizer's end token."""
     asked = [_said("user", ASKED)]
     plain, asking = (_behind(tokenizer, asked, [ASKED], prompts=prompts) for prompts in (False, True))
@@ -193,13 +200,15 @@ def _headers(tokenizer: Any) -> set[int]:
     return (added | _last_before(tokenizer, asked, ASKED)) - {tokenizer.eos_token_id}
 
 
-def _last_before(tokenizer: Any, messages: list[dict[str, Any]], word: str, tools: list[Any] | None = None) -> set[int]:
+def _last_before(
+    tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], word: str, tools: list[Any] | None = None
+) -> set[int]:
     """The last control token before a word, if there is one."""
     before, found, _ = (_rendered(tokenizer, messages, tools) or "").rpartition(word)
     return {control.id for control in _controls_in(tokenizer, before)[-1:]} if found else set()
 
 
-def _between_calls(tokenizer: Any) -> set[int]:
+def _between_calls(tokenizer: PreTrainedTokenizerBase) -> set[int]:
     """Control tokens between two calls of a turn; none where the chat template takes one call alone."""
     text = _rendered(tokenizer, [_said("user", ASKED), _called(VALUE, OTHER_VALUE)], TOOLS) or ""
     _, found, rest = text.partition(VALUE)
@@ -221,7 +230,7 @@ def _called(*values: str) -> dict[str, Any]:
 
 
 def _rendered(
-    tokenizer: Any, messages: list[dict[str, Any]], tools: list[Any] | None, prompts: bool = False
+    tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], tools: list[Any] | None, prompts: bool = False
 ) -> str | None:
     """Text of messages, with a generation prompt if `prompts`; None if the chat template refuses them."""
     try:
@@ -231,7 +240,7 @@ def _rendered(
 
 
 def _behind(
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase,
     messages: list[dict[str, Any]],
     words: list[str],
     tools: list[Any] | None = None,
@@ -244,7 +253,7 @@ def _behind(
     return text[max(text.rfind(word) + len(word) for word in words if word in text) :]
 
 
-def _controls_in(tokenizer: Any, text: str) -> list[_Control]:
+def _controls_in(tokenizer: PreTrainedTokenizerBase, text: str) -> list[_Control]:
     """The control tokens of a rendered text, in order."""
     found = controls(tokenizer)
     names = dict(zip(tokenizer.convert_ids_to_tokens(sorted(found.ending_ids)), sorted(found.ending_ids)))

@@ -17,7 +17,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -41,6 +41,9 @@ from lightrlhf.storage.checkpoint import checkpoints, step_of
 from lightrlhf.storage.run_dir import choices, locate, stored_arg
 from lightrlhf.storage.seals import check_sealed
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 REPEAT_TIMES, PARSING_CUTOFF = 3, 5  # for experiments whose args.json has no such flag
 
 
@@ -49,7 +52,7 @@ class LoadedModel:
     """A policy and the tokenizer of its training data."""
 
     policy: Policy
-    tokenizer: Any
+    tokenizer: PreTrainedTokenizerBase
     lock: threading.Lock = field(default_factory=threading.Lock)  # one forward pass at a time: it switches adapters
 
 
@@ -250,7 +253,9 @@ def rewards(scorer: GroupScorer | None, answers: Sequence[Answer]) -> list[float
 
 
 # ----------------------------------------------------------------------------------------------------------- tokens
-def macro_segments(experiment: str, measures: Measures, tokenizer: Any, ngram: int | None = None) -> list[int]:
+def macro_segments(
+    experiment: str, measures: Measures, tokenizer: PreTrainedTokenizerBase, ngram: int | None = None
+) -> list[int]:
     """Index of the macro action of each token of an answer: of `ngram` tokens each, or as the experiment was trained.
 
     Random lengths are sampled anew, so they only illustrate the segmentation. Raises: UsageError when the package of
@@ -278,21 +283,21 @@ def formatted(value: float | None) -> str:
     return "–" if value is None else f"{value:.2f}"
 
 
-def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
+def token_texts(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[str]:
     """Text of each token; a character made of several tokens belongs to the first of them."""
     text, ends = token_ends(tokenizer, ids)
     return [text[start:end] for start, end in zip([0, *ends], ends)]
 
 
 # ---------------------------------------------------------------------------------------------------------- prompts
-def as_prompt(tokenizer: Any, ids: Sequence[int]) -> str | Messages:
+def as_prompt(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str | Messages:
     """Decode a prompt, such that encoding it gives `ids` again: messages if the template reproduces them, else text.
 
     Raises: UsageError for a prompt with control tokens that no messages give, such as one with tools.
     """
     if messages := messages_of(tokenizer, ids):
         return [*messages]
-    text: str = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+    text = str(tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
     found = controls(tokenizer).spelled.search(text.removeprefix(tokenizer.bos_token or ""))
     if found and encode_prompt(tokenizer, text) != list(ids):
         raise UsageError(f"a prompt with {found[0]} in it cannot be shown as messages; choose another")

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl
 
 from lightrlhf.cli.errors import UsageError
@@ -29,6 +29,9 @@ from lightrlhf.models.tokenizer import load_tokenizer
 from lightrlhf.storage.checkpoint import checkpoints
 from lightrlhf.storage.run_dir import locate, stored_arg
 from lightrlhf.training.rollout_log import FILE, SAMPLES
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 LONGEST_ADDRESS = 4000  # characters
 READ_SECONDS = 0.2  # that a view waits for what has been added to a file
@@ -221,10 +224,10 @@ class Rollouts:
             return self.pieces[folder]
 
 
-def pieces(tokenizer: Any, ids: Sequence[int]) -> list[str]:
+def pieces(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[str]:
     """The text of each token; of a special one its name. Ids that the tokenizer does not have are shown as numbers."""
     special = set(tokenizer.all_special_ids)
     if any(not isinstance(i, int) or not 0 <= i < len(tokenizer) for i in ids):
         return [f"[{i}]" for i in ids]
     texts = token_texts(tokenizer, ids)
-    return [tokenizer.convert_ids_to_tokens(i) if i in special else text for i, text in zip(ids, texts)]
+    return [str(tokenizer.convert_ids_to_tokens(i)) if i in special else text for i, text in zip(ids, texts)]

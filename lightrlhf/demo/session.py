@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -48,6 +48,9 @@ from lightrlhf.rewards.encoding import Messages
 from lightrlhf.rewards.loading import load_scorer
 from lightrlhf.rewards.scorers import GroupScorer
 from lightrlhf.storage.run_dir import experiment_of, labels, locate, stored_arg
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 UPDATE_SECONDS = 0.05  # shortest time between two updates of a streamed answer
 MAX_SIDE_BY_SIDE = 4
@@ -393,7 +396,7 @@ def next_index(
     return None
 
 
-def check_system(tokenizer: Any, prompt: str | Messages, label: str) -> None:
+def check_system(tokenizer: PreTrainedTokenizerBase, prompt: str | Messages, label: str) -> None:
     """Raises: UsageError when a chat template writes the system message of a prompt as if the model had said it."""
     if isinstance(prompt, str) or prompt[0]["role"] != "system":
         return

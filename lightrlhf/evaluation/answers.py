@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,13 +16,16 @@ from lightrlhf.generation.rollout import generate_rollout
 from lightrlhf.models.roles import Policy, policy_inputs, vocabulary_size
 from lightrlhf.rewards.scorers import device_of
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 
 def respond(
     args: SamplingArgs,
     policy: Policy,
     reference: Policy,
     rows: list[Row],
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase,
     seed: int,
     batch_size: int,
 ) -> Rollout:
@@ -44,7 +47,7 @@ def perplexity(policy: Policy, rows: list[Row], pad_id: int, batch_size: int) ->
 
 
 def rouge(
-    args: DecodingArgs, policy: Policy, rows: list[Row], tokenizer: Any, seed: int, batch_size: int
+    args: DecodingArgs, policy: Policy, rows: list[Row], tokenizer: PreTrainedTokenizerBase, seed: int, batch_size: int
 ) -> dict[str, float]:
     """ROUGE-1, -2 and -L (F1, torchmetrics) of responses against the demonstrations."""
     from torchmetrics.text.rouge import ROUGEScore

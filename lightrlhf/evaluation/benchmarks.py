@@ -18,7 +18,7 @@ import shlex
 import time
 import uuid
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -29,6 +29,9 @@ from lightrlhf.evaluation.answers import respond
 from lightrlhf.evaluation.subjects import Subject, Written
 from lightrlhf.storage.checkpoint import write_text
 from lightrlhf.storage.jsonl import write_jsonl
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 OF_THE_REFERENCE = ("output", "generator")  # columns of AlpacaEval's questions that are another model's
 
@@ -111,7 +114,7 @@ def dialogues(subject: Subject, asked: Sequence[Sequence[str]]) -> list[list[str
     return said
 
 
-def prompt_row(tokenizer: Any, asked: Sequence[str], said: Sequence[str], where: str) -> Row:
+def prompt_row(tokenizer: PreTrainedTokenizerBase, asked: Sequence[str], said: Sequence[str], where: str) -> Row:
     """The prompt of the last turn of a user, behind the turns before it."""
     where = f"--harness_questions: {where}"
     if tokenizer.chat_template:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lightrlhf.cli.groups import DecodingArgs
 from lightrlhf.data.splits import Row, load_split
 from lightrlhf.storage.run_dir import short_name
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,7 +22,7 @@ class Subject:
     name: str  # experiment dir, checkpoint or model folder, as given
     source: str  # folder of the checkpoint, or hub id
     model: Any  # Policy, or ScalarModel for rewardbench
-    tokenizer: Any
+    tokenizer: PreTrainedTokenizerBase
     data_dir: str
     split: str
     num_samples: int | None

@@ -11,17 +11,20 @@ Left out: repairing such rows, whose response begins within a token, or whose co
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from lightrlhf.data.schema import IGNORE_INDEX
 from lightrlhf.data.splits import Row
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
-def text_of(tokenizer: Any, ids: Sequence[int]) -> str | None:
+
+def text_of(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str | None:
     """The text of ids with their control tokens, None where its tokenisation gives other ids."""
-    text = str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+    text = str(tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
     return text if _ids_of(tokenizer, text) == list(ids) else None
 
 
@@ -33,7 +36,7 @@ class Split(NamedTuple):
     response: str
 
 
-def split_text(tokenizer: Any, ids: Sequence[int], start: int) -> Split | None:
+def split_text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], start: int) -> Split | None:
     """The texts of ids up to `start` and from there on, None where lm-eval would read other ids.
 
     It tokenises prompt and response as one and counts what is behind as many ids as the prompt alone has. White space
@@ -62,5 +65,5 @@ def target_spans(row: Row) -> Iterator[tuple[int, int]]:
             start = None
 
 
-def _ids_of(tokenizer: Any, text: str) -> list[int]:
+def _ids_of(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])

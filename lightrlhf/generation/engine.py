@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ from lightrlhf.models.probes import check_room
 from lightrlhf.models.roles import Policy
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 FLASH = "flash_attention_2"
 STEPS_BETWEEN_CHECKS = {"cpu": 1}  # of ended rows; elsewhere LATE_STEPS, since a check synchronises
@@ -53,7 +53,7 @@ def generate(
     eos_ids: Sequence[int],
     uniforms: Tensor,
     num_slots: int = 64,
-    tokenizer: Any = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
     prefixes: list[CachedPrefix | None] | None = None,
     allowed: Sequence[int] | None = None,
     before_step: Callable[[], None] | None = None,
@@ -85,7 +85,7 @@ def generate_steps(
     args: SamplingArgs,
     eos_ids: Sequence[int],
     uniforms: Tensor,
-    tokenizer: Any = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
     allowed: Sequence[int] | None = None,
 ) -> Iterator[Completions]:
     """Streaming `generate` for one prompt: yields after each token; the last item equals `generate`.
@@ -108,7 +108,7 @@ def generate_steps(
         yield completions_of(slots, eos_ids, tokenizer)
 
 
-def completions_of(slots: Slots, eos_ids: Sequence[int], tokenizer: Any) -> Completions:
+def completions_of(slots: Slots, eos_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase | None) -> Completions:
     """The responses sampled so far, cut after a stop string.
 
     Raises: NotFinite naming the model and the prompts, when it gave logits that are not finite.
@@ -125,7 +125,9 @@ def completions_of(slots: Slots, eos_ids: Sequence[int], tokenizer: Any) -> Comp
     return Completions(responses, logprobs, truncated, removed / sum(map(len, responses)))
 
 
-def decode_all(slots: Slots, tokenizer: Any, before_step: Callable[[], None] | None = None) -> Slots:
+def decode_all(
+    slots: Slots, tokenizer: PreTrainedTokenizerBase | None, before_step: Callable[[], None] | None = None
+) -> Slots:
     """Step until every row has ended, refilling idle slots with waiting rows; before_step: see `generate`."""
     slots.admit(torch.arange(len(slots.row), device=slots.device))
     check_every = min(STEPS_BETWEEN_CHECKS.get(slots.device.type, LATE_STEPS), slots.args.max_new_tokens)

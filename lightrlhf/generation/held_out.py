@@ -10,7 +10,7 @@ fit where training does.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -23,6 +23,9 @@ from lightrlhf.models.roles import Policy
 from lightrlhf.models.tokenizer import end_ids
 from lightrlhf.training.rollout_log import log_samples, rollout_row
 from lightrlhf.training.run import Run
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 LONGEST_ANSWER = 128  # tokens
 
@@ -44,7 +47,7 @@ class HeldOut:
     support the architecture.
     """
 
-    def __init__(self, run: Run[Any], policy: Policy, rows: Sequence[Row], tokenizer: Any) -> None:
+    def __init__(self, run: Run[Any], policy: Policy, rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer, self.ends = tokenizer, end_ids(tokenizer, policy.model)
         limit = getattr(policy.model.config, "max_position_embeddings", None) or 2**62
         self.args = GreedyArgs(max_new_tokens=min(LONGEST_ANSWER, max(limit // 2, 1)))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +16,9 @@ from torch import Tensor
 from lightrlhf.cli.errors import NotFinite
 from lightrlhf.cli.groups import SamplingArgs
 from lightrlhf.data.tokens import decode
+
+if TYPE_CHECKING:
+    pass
 
 BLOCK = 256  # tokens
 

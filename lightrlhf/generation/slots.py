@@ -29,7 +29,7 @@ from lightrlhf.maths.ops import position_ids
 from lightrlhf.models.forward import position_inputs
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 SPARE_COLUMNS = 64  # each step of refilled slots advances the shared column; the slab is shifted about this often, by
 # a multiple of the layer's `multiple`, which must not be larger than this
@@ -208,7 +208,7 @@ class Slots:
         self.position[:] = torch.where(self.row == self.idle_row, 0, self.position + 1)  # 0 keeps idle slots in range
         self._sample(slice(None), logits)
 
-    def stop_at_strings(self, tokenizer: Any) -> None:
+    def stop_at_strings(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
         """Idle the slots whose text contains a stop string; `completions_of` cuts the text after it."""
         strings = self.args.stop_strings
         window = 4 * max(map(len, strings)) + 8  # tokens that may spell one: a token has at least one byte of text

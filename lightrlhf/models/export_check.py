@@ -27,7 +27,7 @@ from lightrlhf.data.tokens import encode_prompt
 from lightrlhf.models.tokenizer import end_ids
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 MARGIN = 3.0
 ROUNDINGS = 8
@@ -78,7 +78,7 @@ class Finding(NamedTuple):
     greedy: str  # "16 of 16" tokens equal; "-" for a scalar model
 
 
-def observe(model: PreTrainedModel, tokenizer: Any, source: Observed | None = None) -> Observed:
+def observe(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, source: Observed | None = None) -> Observed:
     """What a model does with the prompts; `source`: with the texts and sequences of another one instead of its own."""
     is_scalar = hasattr(model, "score")
     ends = {tokenizer.eos_token_id} if is_scalar else set(end_ids(tokenizer, model))
@@ -95,7 +95,7 @@ def observe(model: PreTrainedModel, tokenizer: Any, source: Observed | None = No
     return Observed(asked, texts, rendered(tokenizer), ends, rows, lengths, scores)
 
 
-def prompts_for(tokenizer: Any) -> list[Any]:
+def prompts_for(tokenizer: PreTrainedTokenizerBase) -> list[Any]:
     """The prompts of the check, with one as messages where the template takes them."""
     try:
         encode_prompt(tokenizer, EXCHANGE[:1])
@@ -104,7 +104,7 @@ def prompts_for(tokenizer: Any) -> list[Any]:
     return [*PROMPTS, EXCHANGE[:1]]
 
 
-def rendered(tokenizer: Any) -> list[str]:
+def rendered(tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """The exchange as the chat template renders it at each length, or why it refuses."""
     if not tokenizer.chat_template:
         return []

@@ -11,7 +11,7 @@ Qwen's is left to the caller.
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.data.tokens import adds_bos
@@ -19,11 +19,14 @@ from lightrlhf.data.turn_ends import turn_end
 from lightrlhf.models.tokenizer import end_ids
 from lightrlhf.storage.gguf_files import GPT2, LLAMA3, PRE_TOKENIZERS
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # GGUF's types of tokens
 END_KEYS = ("eos", "eot", "eom")  # of a text, a turn and a message: llama.cpp ends a response at each
 
 
-def tokenizer_metadata(tokenizer: Any, model: Any, rows: int) -> dict[str, Any]:
+def tokenizer_metadata(tokenizer: PreTrainedTokenizerBase, model: Any, rows: int) -> dict[str, Any]:
     """GGUF metadata of a tokenizer, for a model of transformers whose embedding has `rows` rows.
 
     Raises: UsageError when llama.cpp cannot tokenise as it does, or end a response where it does.
@@ -52,12 +55,12 @@ def tokenizer_metadata(tokenizer: Any, model: Any, rows: int) -> dict[str, Any]:
     return metadata | ({"tokenizer.chat_template": template} if template else {})
 
 
-def refused(tokenizer: Any) -> str:
+def refused(tokenizer: PreTrainedTokenizerBase) -> str:
     """How an error about a tokenizer begins."""
     return f"the tokenizer ({type(tokenizer).__name__}) cannot be written as GGUF"
 
 
-def tokens_and_types(tokenizer: Any, rows: int, is_bytes: bool) -> tuple[list[str], list[int]]:
+def tokens_and_types(tokenizer: PreTrainedTokenizerBase, rows: int, is_bytes: bool) -> tuple[list[str], list[int]]:
     """Each token's text and GGUF type by id; rows of the embedding without a token get a name of their own."""
     texts = {index: token for token, index in tokenizer.get_vocab().items()}
     if max(texts) >= rows:
@@ -75,7 +78,7 @@ def tokens_and_types(tokenizer: Any, rows: int, is_bytes: bool) -> tuple[list[st
     )
 
 
-def pre_tokenizer_name(tokenizer: Any, parts: dict[str, Any]) -> str:
+def pre_tokenizer_name(tokenizer: PreTrainedTokenizerBase, parts: dict[str, Any]) -> str:
     """llama.cpp's name of how a byte-level tokenizer splits its texts. Raises: UsageError when it has none."""
     patterns = split_patterns(parts["pre_tokenizer"])
     kept = [part["type"] for part in _sequence(parts["normalizer"], "normalizers")]
@@ -130,7 +133,7 @@ def merge_scores(tokens: list[str], merges: list[str]) -> list[float]:
     return [float(-ranks.get(token, len(merges) + index)) for index, token in enumerate(tokens)]
 
 
-def named_ends(tokenizer: Any, model: Any) -> dict[str, int]:
+def named_ends(tokenizer: PreTrainedTokenizerBase, model: Any) -> dict[str, int]:
     """What ends a response, by GGUF's names. Raises: UsageError when it has fewer names than the model ends."""
     first = [tokenizer.eos_token_id, turn_end(tokenizer)]
     ends = list(dict.fromkeys([*first, *end_ids(tokenizer, model)]))

@@ -24,7 +24,7 @@ from lightrlhf.models.forward import embedding_rows
 from lightrlhf.models.gguf_tokens import tokenizer_metadata
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 BLOCK = 32  # numbers that share a scale
 SMALL_TYPES = ("q4_0", "q4_1", "q5_0", "q5_1")
@@ -180,7 +180,7 @@ def stored_type(name: str, value: Tensor, type_name: str) -> str:
     return type_name
 
 
-def metadata(model: PreTrainedModel, tokenizer: Any) -> dict[str, Any]:
+def metadata(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     """What a file says of a model and its tokenizer, by GGUF's names.
 
     Raises: UsageError when either cannot be written.

@@ -28,10 +28,12 @@ from lightrlhf.models.roles import Policy, ScalarModel
 from lightrlhf.models.tokenizer import check_same_ids, check_stored_ids, store_ends
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
-def load_start(given: PreTrainedModel | Policy | None, args: ModelArgs, tokenizer: Any, shares: bool = False) -> Policy:
+def load_start(
+    given: PreTrainedModel | Policy | None, args: ModelArgs, tokenizer: PreTrainedTokenizerBase, shares: bool = False
+) -> Policy:
     """The policy that a program starts from: the given model, else `--sft_experiment_dir` or `--model_name`.
 
     shares: whether other roles may use its backbone, with LoRA.
@@ -44,7 +46,9 @@ def load_start(given: PreTrainedModel | Policy | None, args: ModelArgs, tokenize
     return load_policy(source, args, tokenizer, flag, shares)
 
 
-def as_policy(model: PreTrainedModel | Policy, args: ModelArgs, tokenizer: Any, shares: bool = False) -> Policy:
+def as_policy(
+    model: PreTrainedModel | Policy, args: ModelArgs, tokenizer: PreTrainedTokenizerBase, shares: bool = False
+) -> Policy:
     """A causal language model as a policy with the trainable part of `--finetune_mode`.
 
     The model itself is trained, in float32, not a copy; of a `Policy` its model. With LoRA its weights are saved once,

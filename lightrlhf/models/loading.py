@@ -43,7 +43,7 @@ from lightrlhf.models.tokenizer import store_ends
 from lightrlhf.storage.checkpoint import is_sealed, verify_checkpoint
 
 if TYPE_CHECKING:
-    from transformers import GenerationConfig, PreTrainedModel
+    from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 MAX_ADDED_TOKENS = 256
 ALIGNMENT = 64  # bytes
@@ -52,7 +52,7 @@ ALIGNMENT = 64  # bytes
 def load_policy(
     name: str,
     args: ModelArgs,
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase,
     flag: str = "--model_name",
     shares: bool = False,
     merges: bool = True,
@@ -84,7 +84,7 @@ def load_policy(
 def load_scalar(
     name: str,
     args: ModelArgs,
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase | None,
     seed: int,
     flag: str = "--model_name",
     needs_head: bool = False,
@@ -152,7 +152,7 @@ def new_head(width: int, seed: int) -> Tensor:
     return torch.randn(1, width, generator=torch.Generator().manual_seed(seed)) * (width + 1) ** -0.5
 
 
-def separate_pad_token(module: ScalarModel, tokenizer: Any) -> None:
+def separate_pad_token(module: ScalarModel, tokenizer: PreTrainedTokenizerBase) -> None:
     """Set a pad token other than the end token: transformers scores a text at its last id that is not padding."""
     if tokenizer.pad_token_id == tokenizer.eos_token_id:
         tokenizer.add_special_tokens({"pad_token": "<|pad|>"})
@@ -162,7 +162,7 @@ def separate_pad_token(module: ScalarModel, tokenizer: Any) -> None:
     module.model.config.pad_token_id = tokenizer.pad_token_id
 
 
-def grow_vocabulary(model: PreTrainedModel, tokenizer: Any, name: str) -> bool:
+def grow_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str) -> bool:
     """Add embedding and head rows for tokens added to the tokenizer; returns whether any were added.
 
     If more than `MAX_ADDED_TOKENS` are missing, the tokenizer belongs to another model; the check of the data's ids

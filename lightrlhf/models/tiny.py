@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from transformers import LlamaConfig
+    from transformers import LlamaConfig, PreTrainedTokenizerBase
 
 SIZES: dict[str, Any] = {
     "hidden_size": 128,
@@ -17,7 +17,7 @@ SIZES: dict[str, Any] = {
 MAX_POSITIONS = 2048
 
 
-def tiny_config(tokenizer: Any, **changes: Any) -> LlamaConfig:
+def tiny_config(tokenizer: PreTrainedTokenizerBase, **changes: Any) -> LlamaConfig:
     """Config of the model `tiny`: 0.8M parameters without the embeddings."""
     from transformers import LlamaConfig
 

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -29,6 +29,9 @@ from lightrlhf.models.roles import Policy, vocabulary_size
 from lightrlhf.models.tokenizer import end_ids
 from lightrlhf.serving.requests import Completion, Refusal, Served
 from lightrlhf.serving.weights import load_weights
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 MOST_ADAPTERS = 4
 UNLIMITED = 2**20  # positions of an architecture that names no limit
@@ -74,7 +77,7 @@ class Engine:
     def __init__(
         self,
         policy: Policy,
-        tokenizer: Any,
+        tokenizer: PreTrainedTokenizerBase,
         name: str,
         root: str,
         num_slots: int = 64,
@@ -184,7 +187,7 @@ class Engine:
     def token_text(self, index: int) -> str:
         """The text of one token, remembered; half of a character is U+FFFD."""
         if index not in self.texts:
-            self.texts[index] = self.tokenizer.decode([index], clean_up_tokenization_spaces=False)
+            self.texts[index] = str(self.tokenizer.decode([index], clean_up_tokenization_spaces=False))
         return self.texts[index]
 
     # ---------------------------------------------------------------------------------------------------------- weights

@@ -15,7 +15,7 @@ import inspect
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,9 @@ from lightrlhf.data.splits import Row
 from lightrlhf.data.tokens import marked_text
 from lightrlhf.storage.results import in_words, usual_metrics
 from lightrlhf.training.summary import lines
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 LEGEND = (
     "⟦ and ⟧ stand around what is trained: tokens that the loss counts; of a model of scores, tokens whose scores have "
@@ -129,7 +132,7 @@ class DryRun:
         return ", ".join(phases)
 
 
-def texts_of_sample(row: Row, tokenizer: Any) -> list[str]:
+def texts_of_sample(row: Row, tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """A row as in `rollouts.jsonl`: its score, and the text with what the policy sampled in it."""
     shift = len(row["prompt_ids"])
     spans = [(shift + start, shift + end) for start, end in spans_of(row["mask"])]
@@ -158,7 +161,7 @@ def keep_batch(given: Mapping[str, Any], output: Any) -> Fed:
     return Fed(ids, mask.bool(), trained, group)
 
 
-def texts_of(name: str, fed: Fed | None, tokenizer: Any, pairs: bool) -> list[str]:
+def texts_of(name: str, fed: Fed | None, tokenizer: PreTrainedTokenizerBase, pairs: bool) -> list[str]:
     """The first example of a learner's first micro-batch, of a pair both sides, with the counts of all of it.
 
     pairs: two rows of a group are a pair, the chosen one first.

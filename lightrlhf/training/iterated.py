@@ -88,7 +88,7 @@ class Iterated(Generic[Args]):
     work: str
     given: Mapping[str, str]
     rows: Sequence[Any] | None
-    tokenizer: PreTrainedTokenizerBase | None = None
+    tokenizer: Any = None
 
     @contextmanager
     def opened(self) -> Iterator[None]:

@@ -17,7 +17,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -28,6 +28,9 @@ from lightrlhf.data.tokens import decode
 from lightrlhf.storage.jsonl import append_jsonl
 from lightrlhf.training.resume import forget_rows_after
 from lightrlhf.training.run import Run
+
+if TYPE_CHECKING:
+    pass
 
 FILE = "rollouts.jsonl"
 SAMPLES = "samples.jsonl"

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -56,6 +56,9 @@ from lightrlhf.training.provenance import git_commit, versions
 from lightrlhf.training.ranks import Ranks
 from lightrlhf.training.restarts import note_run
 from lightrlhf.training.resume import StepStart, forget_rows_after, read_state, rng_states, step_start, without_stored
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 class RunFiles:
@@ -218,7 +221,7 @@ class Checkpoints:
         self.args, self.files, self.ranks, self.order, self.progress = args, files, files.ranks, order, progress
         self.learners, self.metric_log, self.best, self.dry = learners, metric_log, metric_log.best, dry
         self.module: Any = None
-        self.tokenizer: Any = None
+        self.tokenizer: Any = None  # set by `keep`
         self.state: Callable[[], dict[str, Any]] = dict
         self.texts: Callable[[], dict[str, str]] = dict
         self.saved_step = progress.step  # the last step that is saved, or 0
@@ -228,7 +231,7 @@ class Checkpoints:
     def keep(
         self,
         module: Policy | ScalarModel,
-        tokenizer: Any,
+        tokenizer: PreTrainedTokenizerBase,
         state: Callable[[], dict[str, Any]] = dict,
         files: Callable[[], dict[str, str]] = dict,
     ) -> None:
