@@ -32,7 +32,7 @@ from lightrlhf.cli.errors import UsageError, one_line_errors
 from lightrlhf.cli.fields import above, at_least, flag
 from lightrlhf.cli.groups import DataSetsArgs, EvalArgs, RolloutLogArgs, TensorParallelArgs
 from lightrlhf.cli.parser import parse
-from lightrlhf.data.batch import micro_batch_indices, preference_batch
+from lightrlhf.data.batch import micro_batches, preference_batch
 from lightrlhf.data.rows import Given, Splits, load_rows
 from lightrlhf.data.splits import Row
 from lightrlhf.generation.held_out import HeldOut
@@ -261,13 +261,12 @@ def train_step(run: Run[DPOArgs], model: nn.Module, rows: list[Row], pad_id: int
     if args.loss_type in RANKED_LOSSES:
         rows = with_slopes(run, model, rows, pad_id)
     sums = torch.zeros(7, device=run.device)
-    micros = run.pad_passes(micro_batch_indices(rows, args.micro_batch_size))
-    for i, places in enumerate(micros):
-        micro = [rows[j] for j in places]
+    micros = run.pad_passes(micro_batches(rows, args.micro_batch_size))
+    for i, micro in enumerate(micros):
         batch = preference_batch(micro, pad_id).to(run.device)
         with run.accumulate(model, enabled=i + 1 < len(micros)):
             loss, parts = loss_of(args, micro, scoring.sequence_logps(model, batch), baseline)
-            run.backward(loss / count, places)
+            run.backward(loss / count, batch.row)
         sums += torch.stack(parts).detach()
     metrics = pair_metrics(args, (run.sum_over_ranks(sums) / count).tolist())
     losses = {f"train/{name}": metrics.pop(name) for name in ("loss", "preference_loss", "nll")}

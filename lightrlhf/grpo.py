@@ -420,7 +420,7 @@ def update_minibatch(
             if kl_coeff:
                 losses = losses + kl_coeff * policy_losses.kl_loss(logprobs, micro.ref_logprobs, difference)
             total = (weights[rows, : mask.shape[1]] * losses)[mask].sum()
-            run.backward(total, micro.places)
+            run.backward(total, micro.row)
         with torch.no_grad():
             ratio, used = difference[mask].exp(), log_ratio[mask].exp()
             outside = ((used < 1 - args.clip_coeff) | (used > 1 + args.upper_range)).float()

@@ -30,7 +30,7 @@ from lightrlhf.cli.errors import UsageError, one_line_errors
 from lightrlhf.cli.fields import positive
 from lightrlhf.cli.groups import DataSetsArgs, EvalArgs, RolloutLogArgs, TensorParallelArgs
 from lightrlhf.cli.parser import parse
-from lightrlhf.data.batch import micro_batch_indices, mismatched_rows, unpaired_batch
+from lightrlhf.data.batch import micro_batches, mismatched_rows, unpaired_batch
 from lightrlhf.data.rows import Given, Splits, load_rows
 from lightrlhf.data.splits import Row, longest_text
 from lightrlhf.generation.held_out import HeldOut
@@ -275,14 +275,13 @@ def train_step(run: Run[KTOArgs], model: nn.Module, rows: list[Row], pad_id: int
     count = run.total(len(rows))
     point = reference_point(run, model, rows, pad_id) if args.loss_type == "kto" else delta
     sums = torch.zeros(8, device=run.device)
-    micros = run.pad_passes(micro_batch_indices(rows, args.micro_batch_size))
-    for i, places in enumerate(micros):
-        micro = [rows[j] for j in places]
+    micros = run.pad_passes(micro_batches(rows, args.micro_batch_size))
+    for i, micro in enumerate(micros):
         batch = unpaired_batch(micro, pad_id).to(run.device)
         with run.accumulate(model, enabled=i + 1 < len(micros)):
             responses = make_responses(args, micro, scoring.sequence_logps(model, batch), point)
             loss = UNPAIRED_LOSSES[args.loss_type](responses).sum()
-            run.backward(loss / count, places)
+            run.backward(loss / count, batch.row)
         sums += torch.stack([loss, *response_sums(responses)]).detach()
     loss, *means = (run.sum_over_ranks(sums) / count).tolist()
     return {"train/loss": loss, "train/grad_norm": run.optimize("policy"), **response_metrics(means, point)}

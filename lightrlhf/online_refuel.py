@@ -101,6 +101,7 @@ def train(
     pad_id = start.tokenizer.pad_token_id
     rows = with_room(run, start.policy, start.rows)
     held_out = with_room(run, start.policy, start.held_out)[: args.eval_dialogues]
+    run.order.name_rows("dialogues")
     reference = run.freeze(start.policy.reference())
     settings = (args, run.device, args.rollout_mini_batch_size, reward)
     scorer = load_rewards(*settings, wrap_prompts=args.rm_chat_template, grouped=True).of_groups
@@ -115,12 +116,12 @@ def train(
         return evaluate(run, sampler, scorer, held_out)
 
     for step in run.steps(num_steps):
-        batch = run.global_batch(rows, step, args.rollout_size)
-        run.name_batch([row.index for row in batch], "dialogues")
-        with run.phase("rollout"):
-            pairs, metrics = make_pairs(run, sampler, reference, scorer, run.shard(batch))
+        drawn = run.order.draw(len(rows), step, args.rollout_size)
+        mine = [rows[i] for i in run.shard(drawn)]
+        with run.phase("rollout", [row.index for row in mine]):
+            pairs, metrics = make_pairs(run, sampler, reference, scorer, mine)
         with run.phase("update"):
-            parts = min(num_parts, len(batch) // run.world_size)  # equally many on each rank
+            parts = min(num_parts, len(drawn) // run.world_size)  # equally many on each rank
             for epoch in range(args.ppo_epochs):
                 order = torch.randperm(len(pairs.rows), generator=run.generator(step, epoch, run.rank)).tolist()
                 for part in range(parts):
@@ -209,7 +210,7 @@ def make_pairs(
     scores = score_dialogues(scorer, [dialogue for side in sides for dialogue in side])
     truncated = [dialogue.truncated[h] for side in sides for dialogue, h in zip(side, turns)]
     scores = [args.penalty_reward_value if is_cut else score for is_cut, score in zip(truncated, scores)]
-    pair_rows = [dialogue_pairs.turn_row(one, two, h) for one, two, h in zip(*sides, turns)]
+    pair_rows = [dialogue_pairs.turn_row(one, two, h) | {"row": one.index} for one, two, h in zip(*sides, turns)]
     width = max((len(row[f"{side}_action_mask"]) for row in pair_rows for side in refuel.SIDES), default=0)
     by_token, ref_by_token = torch.zeros(2, 2, len(rows), width, device=device)  # (2, B, T-1) each
     collate = partial(dialogue_pair_batch, pad_id=sampler.tokenizer.pad_token_id)

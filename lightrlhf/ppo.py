@@ -348,11 +348,11 @@ def update_minibatch(run: Run[PPOArgs], actor: nn.Module, critic: nn.Module, min
             advantages = micro.advantages if micro.correction is None else micro.advantages * micro.correction
             terms = (stats.logprobs, micro.logprobs, advantages, micro.action_mask)  # (B, T-1) each
             loss = ops.policy_loss(*terms, args.clip_coeff, stats.entropy, args.entropy_coeff)
-            run.backward(loss / count, micro.places)
+            run.backward(loss / count, micro.row)
         with run.accumulate(critic, enabled=more):
             values = critic(micro.input_ids, micro.attention_mask)[:, :-1]  # (B, T-1)
             critic_loss = value_loss(values, micro, args.clip_coeff)
-            run.backward(args.vf_coeff * critic_loss / count, micro.places)
+            run.backward(args.vf_coeff * critic_loss / count, micro.row)
         with torch.no_grad():
             difference = (stats.logprobs - micro.logprobs)[micro.action_mask]
             ratio = difference.exp()

@@ -184,7 +184,9 @@ def train(
     objects = given_objects(policy=policy, tokenizer=tokenizer, envs=None if envs is None else type(made[0]))
     run = Run(args, "reflect_rl", on_step, objects, data=f"{name}/episodes")
     num_starts = args.rollout_size // args.num_generations  # of an iteration, on each device
-    num_steps = run.num_steps([start for pool in pools.values() for start in pool], num_starts)
+    every_start = [start for pool in pools.values() for start in pool]
+    run.order.name_rows("starts", every_start)
+    num_steps = run.num_steps(every_start, num_starts)
     if num_steps < len(stages):
         raise UsageError(f"--max_steps {num_steps} is less than the {len(stages)} stages of the curriculum")
     agent = load_agent(run, num_choices(made[0], args), policy, tokenizer)
@@ -198,16 +200,14 @@ def train(
     measure = functools.partial(evaluate, run, made, agent, stages)
 
     for step in run.steps(num_steps):
-        stage_index = step * len(stages) // num_steps
-        stage = stages[stage_index]
+        stage = stages[stage_index := step * len(stages) // num_steps]
         draw = (step, num_starts * run.world_size, args.seed, args.num_generations, args.leaveout_prob)
-        starts = curriculum.starts_of(stage, pools, *draw)
-        run.name_batch(starts, "starts")
-        with run.phase("rollout"), run.autocast():
-            episodes = play(made, run.shard(starts), agent, f"{args.seed}/train/{step}/{run.rank}", stage.max_decisions)
+        rows, starts = (run.shard(drawn) for drawn in curriculum.starts_of(stage, pools, *draw))
+        with run.phase("rollout", rows), run.autocast():
+            episodes = play(made, starts, agent, f"{args.seed}/train/{step}/{run.rank}", stage.max_decisions)
             agent.wait_for_others()
         with run.phase("update"):
-            played = agent.compare(run, actor, agent.batch(episodes).to(run.device))  # decisions, (B, T)
+            played = agent.compare(run, actor, agent.batch(episodes, rows).to(run.device))  # decisions, (B, T)
             gap = played.sampling_gap, played.action_mask, args.sampling_correction, args.sampling_bound
             correction = sampling_gap.importance_weights(*gap)  # (B, T-1); None where this process samples
             penalized, log_ratio = penalize_rewards(run, played, reference, agent)  # (B,); (B, T-1)
@@ -402,12 +402,12 @@ def update_minibatch(
         with run.accumulate(actor, enabled=more):
             stats = actor(**agent.inputs(micro), with_entropy=args.entropy_coeff > 0)
             actor_loss, measured = loss(stats, micro)
-            run.backward(actor_loss / total, micro.places)
+            run.backward(actor_loss / total, micro.row)
         critic_loss = torch.zeros((), device=run.device)
         if critic is not None:
             with run.accumulate(critic, enabled=more):
                 critic_loss = 0.5 * (state_values(critic, micro) - micro.returns).pow(2).sum()
-                run.backward(critic_loss / total, micro.places)
+                run.backward(critic_loss / total, micro.row)
         losses += torch.stack([actor_loss.detach(), critic_loss.detach()])
         for name, values in measured.items():
             sums[name] = sums.get(name, torch.zeros((), device=run.device)) + values.sum()

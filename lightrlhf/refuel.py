@@ -30,7 +30,7 @@ from lightrlhf.cli.errors import one_line_errors
 from lightrlhf.cli.fields import positive
 from lightrlhf.cli.groups import DataArgs, EvalArgs, SamplingArgs, StartArgs, TrainArgs
 from lightrlhf.cli.parser import parse
-from lightrlhf.data.batch import dialogue_pair_batch, micro_batch_indices
+from lightrlhf.data.batch import dialogue_pair_batch, micro_batch_indices, number_rows
 from lightrlhf.data.rows import Given, Splits, load_rows
 from lightrlhf.data.splits import Row
 from lightrlhf.data.tokens import decode
@@ -119,11 +119,14 @@ class Pairs(NamedTuple):
     rows: list[Row]  # ids and action masks of both sides
     rewards: Tensor  # (2, N)
     old_logps: Tensor  # (2, N) S_old
-    places: Sequence[int] | None = None  # of the pairs in this rank's part of a step's batch; None: in order
 
     def select(self, index: Sequence[int]) -> Pairs:
-        """The pairs of these places, which they remember."""
-        return Pairs([self.rows[i] for i in index], self.rewards[:, index], self.old_logps[:, index], index)
+        """Some of the pairs."""
+        return Pairs([self.rows[i] for i in index], self.rewards[:, index], self.old_logps[:, index])
+
+    def draw(self, numbers: Sequence[int]) -> Pairs:
+        """The pairs of these numbers in the data, which their rows hold from now on."""
+        return self.select(numbers)._replace(rows=number_rows(self.rows, numbers))
 
 
 def train(
@@ -155,8 +158,7 @@ def train(
         return validate(run, model, validation, pad_id) if validation.rows else {}
 
     for step in run.steps(num_steps):
-        batch = run.global_batch(range(len(pairs.rows)), step, args.mini_batch_size)
-        mine = pairs.select(run.shard(batch))._replace(places=None)
+        mine = pairs.draw(run.shard(run.order.draw(len(pairs.rows), step, args.mini_batch_size)))
         with run.phase("update"):
             metrics = train_step(run, model, mine, pad_id)
         run.end_step(metrics, mine.rows, measure)
@@ -209,7 +211,6 @@ def train_step(run: Run[Any], model: nn.Module, pairs: Pairs, pad_id: int) -> Me
     """One optimiser step on the pairs of all ranks, `pairs` being this rank's; returns their metrics."""
     sums = torch.zeros(6, device=run.device)
     total = run.total(len(pairs.rows))
-    places = range(len(pairs.rows)) if pairs.places is None else pairs.places
     micros = run.pad_passes(micro_batch_indices(pairs.rows, run.args.micro_batch_size))
     for i, index in enumerate(micros):
         micro = pairs.select(index)
@@ -217,7 +218,7 @@ def train_step(run: Run[Any], model: nn.Module, pairs: Pairs, pad_id: int) -> Me
         with run.accumulate(model, enabled=i + 1 < len(micros)):
             logps = scoring.sequence_logps(model, batch, run.args.temperature)  # (2b,)
             losses, micro_sums = pair_losses(run.args, logps, micro)
-            run.backward(losses.sum() / total, [places[j] for j in index])
+            run.backward(losses.sum() / total, batch.row)
         sums += micro_sums
     metrics = mean_metrics("train/", (run.sum_over_ranks(sums) / total).tolist())
     return {**metrics, "train/grad_norm": run.optimize("policy")}

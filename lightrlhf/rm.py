@@ -32,7 +32,7 @@ from lightrlhf.cli.errors import one_line_errors
 from lightrlhf.cli.fields import positive
 from lightrlhf.cli.groups import DataSetsArgs, EvalArgs, FrozenArgs, StartArgs, TensorParallelArgs, TrainArgs
 from lightrlhf.cli.parser import parse
-from lightrlhf.data.batch import micro_batch_indices, micro_batches, preference_batch
+from lightrlhf.data.batch import micro_batches, preference_batch
 from lightrlhf.data.mixtures import interleave
 from lightrlhf.data.rows import Given, Splits, load_sets
 from lightrlhf.data.splits import Row
@@ -219,14 +219,13 @@ def train_step(run: Run[RMArgs], model: nn.Module, rows: list[Row], pad_id: int)
     args = run.args
     count = run.total(len(rows))
     sums = torch.zeros(4, device=run.device)
-    micros = run.pad_passes(micro_batch_indices(rows, args.micro_batch_size))
-    for i, places in enumerate(micros):
-        micro = [rows[j] for j in places]
+    micros = run.pad_passes(micro_batches(rows, args.micro_batch_size))
+    for i, micro in enumerate(micros):
         batch = preference_batch(micro, pad_id).to(run.device)
         with run.accumulate(model, enabled=i + 1 < len(micros)):
             scores = model(batch.input_ids, batch.attention_mask, batch.group)  # (2B, T)
             loss = LOSSES[args.loss_type](scores, batch.input_ids, batch.attention_mask).sum()
-            run.backward(loss / count, places)
+            run.backward(loss / count, batch.row)
         sums += torch.stack([loss.detach(), *pair_sums(scores.detach(), batch.attention_mask)])
     loss, *rewards = (run.sum_over_ranks(sums) / count).tolist()
     return {"train/loss": loss, "train/grad_norm": run.optimize("reward"), **reward_metrics(*rewards)}

@@ -22,7 +22,7 @@ from lightrlhf.cli.errors import one_line_errors
 from lightrlhf.cli.fields import at_least, positive
 from lightrlhf.cli.groups import DataSetsArgs, EvalArgs, ModelArgs, RolloutLogArgs, TensorParallelArgs, TrainArgs
 from lightrlhf.cli.parser import parse
-from lightrlhf.data.batch import finetune_batch, micro_batch_indices, micro_batches
+from lightrlhf.data.batch import finetune_batch, micro_batches
 from lightrlhf.data.rows import Given, load_splits
 from lightrlhf.data.splits import Row
 from lightrlhf.generation.held_out import HeldOut
@@ -98,15 +98,15 @@ def train(
 def train_step(run: Run[SFTArgs], model: nn.Module, rows: list[Row], pad_id: int) -> Metrics:
     """One optimiser step on this rank's rows; returns the metrics of the global batch."""
     args = run.args
-    micros = run.pad_passes(micro_batch_indices(rows, args.micro_batch_size))
-    batches = [finetune_batch([rows[i] for i in one], pad_id, args.use_targets).to(run.device) for one in micros]
+    micros = run.pad_passes(micro_batches(rows, args.micro_batch_size))
+    batches = [finetune_batch(micro, pad_id, args.use_targets).to(run.device) for micro in micros]
     count = max(run.total(sum(batch.num_actions for batch in batches)), 1.0)
     total = 0.0
     for i, batch in enumerate(batches):
         with run.accumulate(model, enabled=i + 1 < len(batches)):
             stats = model(**policy_inputs(batch), with_mean=args.label_smoothing > 0)
             loss = sft_loss(stats, batch.action_mask, args.label_smoothing)
-            run.backward(loss / count, micros[i])
+            run.backward(loss / count, batch.row)
         total += float(loss.detach())
     return {"train/loss": run.total(total) / count, "train/grad_norm": run.optimize("policy")}
 

@@ -55,11 +55,14 @@ class RunFailure(UsageError):
 
 
 class NotFinite(RunFailure):
-    """Logits that are not finite, in sampling; rows: indices of the prompts in the call."""
+    """Logits that are not finite, in sampling.
 
-    def __init__(self, message: str, rows: Sequence[int] = ()) -> None:
+    indices: of the prompts among those of the call; rows: their numbers in the data, where these are known.
+    """
+
+    def __init__(self, message: str, indices: Sequence[int] = (), rows: Sequence[int] = ()) -> None:
         super().__init__(message)
-        self.rows = rows
+        self.indices, self.rows = indices, rows
 
 
 class ServersGone(RunFailure):

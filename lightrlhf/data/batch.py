@@ -37,7 +37,7 @@ class Batch:
     input_ids: Tensor  # (B, T)   int64
     attention_mask: Tensor  # (B, T)   bool, False on padding
     action_mask: Tensor  # (B, T-1) bool, [:, t] True where the loss counts token t+1
-    places: Tensor | None = None  # (B,) int64, of each row in its rank's part of a step's batch, for error messages
+    row: Tensor | None = None  # (B,) int64, the row's number in the data, by which errors name it
     group: Tensor | None = None  # (B,) int64, equal in rows that share a prompt, which need not be adjacent
 
     def __len__(self) -> int:
@@ -164,7 +164,6 @@ def joined(rollouts: Sequence[Rollout]) -> Rollout:
     changes: dict[str, Any] = {name: torch.cat([getattr(one, name) for one in same]) for name in names}
     changes["columns"] = [columns for one in same for columns in one.columns]
     whole = dataclasses.replace(same[0], **changes)
-    whole.places = torch.arange(len(whole), device=whole.input_ids.device)
     if all("texts" in vars(one) for one in rollouts):
         whole.texts = [texts for one in rollouts for texts in one.texts]
     return whole
@@ -185,7 +184,7 @@ def finetune_batch(rows: Sequence[Row], pad_id: int, use_targets: bool) -> Batch
         (torch.as_tensor(row["targets"])[1:] != IGNORE_INDEX if use_targets else [True] * (len(row["input_ids"]) - 1))
         for row in rows
     ]
-    return _collate([row["input_ids"] for row in rows], actions, pad_id)
+    return _collate([row["input_ids"] for row in rows], actions, pad_id, row_numbers(rows))
 
 
 def preference_batch(rows: Sequence[Row], pad_id: int) -> Batch:
@@ -193,13 +192,14 @@ def preference_batch(rows: Sequence[Row], pad_id: int) -> Batch:
     ids = [row["chosen_input_ids"] for row in rows] + [row["rejected_input_ids"] for row in rows]
     prompt_lens = [row["prompt_len"] for row in rows] * 2
     actions = [_response_actions(n, len(row)) for row, n in zip(ids, prompt_lens)]
-    return _collate(ids, actions, pad_id, torch.arange(len(rows)).repeat(2))
+    return _collate(ids, actions, pad_id, row_numbers(rows).repeat(2), torch.arange(len(rows)).repeat(2))
 
 
 def unpaired_batch(rows: Sequence[Row], pad_id: int) -> Batch:
     """B right-padded rows; actions are the response tokens."""
     ids = [row["input_ids"] for row in rows]
-    return _collate(ids, [_response_actions(row["prompt_len"], len(row["input_ids"])) for row in rows], pad_id)
+    actions = [_response_actions(row["prompt_len"], len(row["input_ids"])) for row in rows]
+    return _collate(ids, actions, pad_id, row_numbers(rows))
 
 
 def mismatched_rows(rows: Sequence[Row], others: Sequence[Row], width: int) -> list[Row]:
@@ -227,7 +227,7 @@ def dialogue_pair_batch(rows: Sequence[Row], pad_id: int) -> Batch:
     """2B right-padded rows of dialogues, the B chosen ones first, by pairs; actions are those of the rows' masks."""
     sides = [(row, side) for side in ("chosen", "rejected") for row in rows]
     ids, actions = ([row[f"{side}_{name}"] for row, side in sides] for name in ("input_ids", "action_mask"))
-    return _collate(ids, actions, pad_id, torch.arange(len(rows)).repeat(2))
+    return _collate(ids, actions, pad_id, row_numbers(rows).repeat(2), torch.arange(len(rows)).repeat(2))
 
 
 def response_batch(prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], pad_id: int) -> Batch:
@@ -237,24 +237,38 @@ def response_batch(prompts: Sequence[Sequence[int]], responses: Sequence[Sequenc
     return _collate(ids, actions, pad_id)
 
 
+def number_rows(rows: Sequence[Row], drawn: Sequence[int]) -> list[Row]:
+    """Copies of the drawn rows that hold their numbers in the data."""
+    return [{**rows[i], "row": i} for i in drawn]
+
+
+def row_numbers(rows: Sequence[Row]) -> Tensor:
+    """Numbers in the data (B,) of rows; of a row that was not drawn its index here."""
+    return torch.tensor([row.get("row", i) for i, row in enumerate(rows)], dtype=torch.int64)
+
+
 def _response_actions(prompt_len: int, length: int) -> Tensor:
     """Action mask (length-1,) of a row: True where the next token belongs to the response."""
     return torch.arange(1, length) >= prompt_len
 
 
 def _collate(
-    ids: Sequence[Sequence[int]], actions: Sequence[Tensor | Sequence[bool]], pad_id: int, group: Tensor | None = None
+    ids: Sequence[Sequence[int]],
+    actions: Sequence[Tensor | Sequence[bool]],
+    pad_id: int,
+    row: Tensor | None = None,
+    group: Tensor | None = None,
 ) -> Batch:
     """Right-pad rows of ids and their action masks to one width, at least 2."""
     width = max([2, *map(len, ids)])
     input_ids = torch.full((len(ids), width), pad_id, dtype=torch.int64)  # (B, T)
     attention_mask = torch.zeros(len(ids), width, dtype=torch.bool)  # (B, T)
     action_mask = torch.zeros(len(ids), width - 1, dtype=torch.bool)  # (B, T-1)
-    for i, (row, action) in enumerate(zip(ids, actions)):
-        input_ids[i, : len(row)] = torch.as_tensor(row)
-        attention_mask[i, : len(row)] = True
+    for i, (one, action) in enumerate(zip(ids, actions)):
+        input_ids[i, : len(one)] = torch.as_tensor(one)
+        attention_mask[i, : len(one)] = True
         action_mask[i, : len(action)] = torch.as_tensor(action, dtype=torch.bool)
-    return Batch(input_ids=input_ids, attention_mask=attention_mask, action_mask=action_mask, group=group)
+    return Batch(input_ids=input_ids, attention_mask=attention_mask, action_mask=action_mask, row=row, group=group)
 
 
 # -------------------------------------------------------------------------------------------------------- batching

@@ -167,9 +167,9 @@ class ModelAgent:
         while self.served is not None and self.served.ranks.total(0):
             self._ask_for(self.served, [], [])
 
-    def batch(self, episodes: Sequence[Episode]) -> PlayedBatch:
-        """The decisions of episodes that this agent played."""
-        return decision_batch(episodes, self.tokenizer.pad_token_id, len(self.labels))
+    def batch(self, episodes: Sequence[Episode], rows: Sequence[int] | None = None) -> PlayedBatch:
+        """The decisions of episodes that this agent played; rows: numbers of their starts in the data."""
+        return decision_batch(episodes, self.tokenizer.pad_token_id, len(self.labels), rows)
 
     def score(self, run: Run[Any], policy: nn.Module, batch: PlayedBatch) -> Tensor:
         """Log-probabilities of the actions under a policy, dropout off: (B, T-1)."""

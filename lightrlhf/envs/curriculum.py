@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -57,18 +58,22 @@ def starts_of(
     seed: int,
     repeats: int = 1,
     leaveout_prob: float = 0.0,
-) -> list[Start]:
-    """The starts of an iteration: `number` different ones, each `repeats` times in a row.
+) -> tuple[list[int], list[Start]]:
+    """The starts of an iteration, their numbers first: `number` different ones, each `repeats` times in a row.
 
-    pools: training starts by level. A stage's starts are taken in an order that is shuffled anew in each pass.
+    pools: training starts by level, numbered one level after the other. A stage's starts are taken in an order that is
+    shuffled anew in each pass.
     """
-    pool = [start for level in stage.levels for start in pools[level]]
-    starts = []
+    first = dict(zip(pools, itertools.accumulate(map(len, pools.values()), initial=0)))  # number in each level
+    pool = [(first[level] + i, start) for level in stage.levels for i, start in enumerate(pools[level])]
+    drawn = []
     for position in range(step * number, (step + 1) * number):
         epoch, index = divmod(position, len(pool))
-        starts.append(pool[epoch_order(len(pool), seed, epoch)[index]])
+        drawn.append(pool[epoch_order(len(pool), seed, epoch)[index]])
     if stage.max_decisions == 1:
-        starts = [start | {"first_step": True} for start in starts]  # an environment may define success differently
+        # an environment may define success differently
+        drawn = [(i, start | {"first_step": True}) for i, start in drawn]
     if leaveout_prob:
-        starts = [start | {"leaveout_prob": leaveout_prob} for start in starts]
-    return [start for start in starts for _ in range(repeats)]
+        drawn = [(i, start | {"leaveout_prob": leaveout_prob}) for i, start in drawn]
+    repeated = [one for one in drawn for _ in range(repeats)]
+    return [i for i, _ in repeated], [start for _, start in repeated]

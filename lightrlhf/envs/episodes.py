@@ -178,18 +178,21 @@ class PlayedBatch(SampledBatch):
     rewards: Tensor  # (B,) of this decision, from the environment
 
 
-def decision_batch(episodes: Sequence[Episode], pad_id: int, num_labels: int) -> PlayedBatch:
-    """The decisions of the episodes, in order."""
+def decision_batch(
+    episodes: Sequence[Episode], pad_id: int, num_labels: int, rows: Sequence[int] | None = None
+) -> PlayedBatch:
+    """The decisions of the episodes, in order; rows: numbers of the episodes' starts in the data."""
     decisions = [decision for episode in episodes for decision in episode.decisions]
     batch = response_batch([one.prompt_ids for one in decisions], [one.response_ids for one in decisions], pad_id)
     logprobs = torch.zeros(batch.action_mask.shape)  # (B, T-1)
     logprobs[batch.action_mask] = torch.tensor([value for one in decisions for value in one.logprobs])
+    episode = torch.tensor([i for i, one in enumerate(episodes) for _ in one.decisions], dtype=torch.int64)  # (B,)
     return batch.extend(
         PlayedBatch,
+        row=None if rows is None else torch.tensor(rows, dtype=torch.int64)[episode],
         logprobs=logprobs,
         allowed=allowed_labels(decisions, num_labels),
-        episode=(places := torch.tensor([i for i, episode in enumerate(episodes) for _ in episode.decisions])),
-        places=places,
+        episode=episode,
         rewards=torch.tensor([one.reward for one in decisions]),
     )
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightrlhf.cli.errors import ServersGone
 from lightrlhf.cli.groups import SamplingArgs, ServerArgs
-from lightrlhf.data.batch import Batch, Rollout, SampledBatch, inference_batches, response_batch
+from lightrlhf.data.batch import Batch, Rollout, SampledBatch, inference_batches, response_batch, row_numbers
 from lightrlhf.data.splits import Row
 from lightrlhf.generation.engine import Completions, generate
 from lightrlhf.generation.served import ServedPolicy
@@ -88,7 +88,7 @@ def make_rollout(
     device = batch.input_ids.device
     return batch.extend(
         Rollout,
-        places=torch.arange(len(rows), device=device),
+        row=row_numbers(rows).to(device),
         group=torch.arange(len(rows), device=device),
         num_groups=len(rows),
         prompt_len=torch.tensor([len(row["input_ids"]) for row in rows], dtype=torch.int64, device=device),

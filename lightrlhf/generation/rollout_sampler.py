@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightrlhf.data.batch import Batch, Rollout
+from lightrlhf.cli.errors import NotFinite
+from lightrlhf.data.batch import Batch, Rollout, number_rows
 from lightrlhf.data.splits import Row
 from lightrlhf.generation.rollout import (
     generate_rollout,
@@ -48,8 +49,7 @@ class RolloutSampler:
         self.run, self.model, self.reference = run, model, reference
         self.tokenizer, self.prompts, self.responses = start.tokenizer, start.rows, responses
         self.served = ServedPolicy(run.args, start.policy, start.tokenizer, run) if run.args.rollout_server else None
-        self._drawn: list[int] = []  # the prompt of each group of the step
-        self._group: list[int] = []  # of each of this rank's rows
+        self._num_groups = 0  # of the step, on all ranks
         store_sampling(start.policy, run.args, start.tokenizer)
 
     def sample(self, step: int) -> Rollout:
@@ -62,52 +62,43 @@ class RolloutSampler:
         if run.args.max_staleness and step + 1 < run.order.planned_steps:
             rows, noise = self._draw(self._prompts_of(step + 1), step + 1)
             ahead = Request(prompt_ids(rows), noise)
-        self._drawn, self._group = self._prompts_of(step), []
-        rollout = self._respond(self._drawn, range(len(self._drawn)), (step,), ahead)
+        drawn = self._prompts_of(step)
+        self._num_groups = len(drawn)
+        rollout = self._respond(drawn, range(len(drawn)), (step,), ahead)
         if step == 0:
             self._check_start(rollout)
         return rollout
 
     def replace(self, step: int, number: int, groups: Tensor) -> Rollout:
-        """Responses to other prompts, drawn with replacement, for groups (G,) of the step; number: of the round.
-
-        Their rows stand behind those of the other groups from now on.
-        """
-        run, replaced = self.run, groups.tolist()
-        size, generator = len(self.prompts), run.generator(step, number, -1)
-        drawn = torch.randint(size, (len(replaced),), generator=generator).tolist()
-        self._group = [group for group in self._group if group not in {*replaced}]
-        return self._respond(drawn, replaced, (step, number))
+        """Responses to other prompts, drawn with replacement, for groups (G,) of the step; number: of the round."""
+        size, generator = len(self.prompts), self.run.generator(step, number, -1)
+        drawn = torch.randint(size, (len(groups),), generator=generator).tolist()
+        return self._respond(drawn, groups.tolist(), (step, number))
 
     def sample_held_out(self, rows: Sequence[Row]) -> Rollout:
         """A response to each of the first `--eval_iters` batches of held-out prompts, by the same noise each time."""
         run, args = self.run, self.run.args
         rows = run.eval_rows(rows, args.rollout_mini_batch_size)
+        rows = number_rows(rows, range(len(rows)))
         return self._generate(run.shard(rows), run.noise(len(rows), args.max_new_tokens, -1))
 
     # -------------------------------------------------------------------------------------------------- drawing
     def _prompts_of(self, step: int) -> list[int]:
-        """Indices of the prompts of a step, on all ranks."""
-        return self.run.global_batch(range(len(self.prompts)), step, self.run.args.rollout_size)
+        """Numbers of the prompts of a step, on all ranks."""
+        return self.run.order.draw(len(self.prompts), step, self.run.args.rollout_size)
 
     def _draw(self, drawn: Sequence[int], *key: int) -> tuple[list[Row], Tensor]:
         """This rank's rows of the drawn prompts, each as often as it has responses, and their noise (B, length)."""
-        rows = self.run.shard([self.prompts[i] for i in drawn for _ in range(self.responses)])
-        return rows, self.run.noise(len(drawn) * self.responses, self.run.args.max_new_tokens, *key)
+        rows = [row for row in number_rows(self.prompts, drawn) for _ in range(self.responses)]
+        return self.run.shard(rows), self.run.noise(len(rows), self.run.args.max_new_tokens, *key)
 
     def _respond(
         self, drawn: Sequence[int], groups: Sequence[int], key: tuple[int, ...], ahead: Request | None = None
     ) -> Rollout:
-        """Responses to the drawn prompts, numbered as `groups`, which from now on are among the groups of the step."""
-        own = self.run.shard([group for group in groups for _ in range(self.responses)])
-        prompt_of = dict(zip(groups, drawn))
-        self.run.name_batch(drawn, own=[prompt_of[group] for group in own])  # errors in sampling name these
+        """Responses to the drawn prompts, numbered as `groups` of the step."""
         rollout = self._generate(*self._draw(drawn, *key), ahead)
-        for group, prompt in prompt_of.items():
-            self._drawn[group] = prompt
-        self._group += own
-        self.run.name_batch(self._drawn, own=[self._drawn[group] for group in self._group])
-        return dataclasses.replace(rollout, group=torch.tensor(own).to(rollout.group), num_groups=len(self._drawn))
+        own = self.run.shard([group for group in groups for _ in range(self.responses)])
+        return dataclasses.replace(rollout, group=torch.tensor(own).to(rollout.group), num_groups=self._num_groups)
 
     # ------------------------------------------------------------------------------------------------- sampling
     def _generate(self, rows: Sequence[Row], noise: Tensor, ahead: Request | None = None) -> Rollout:
@@ -115,7 +106,10 @@ class RolloutSampler:
         with run.autocast():
             if self.served is None:
                 settings = (args, self.tokenizer, noise, args.rollout_mini_batch_size)
-                return generate_rollout(self.model, self.reference, rows, *settings)
+                try:
+                    return generate_rollout(self.model, self.reference, rows, *settings)
+                except NotFinite as problem:
+                    raise NotFinite(str(problem), rows=[rows[i]["row"] for i in problem.indices]) from None
             rollout = self._ask(self.served, rows, noise, ahead)
         if not rollout.staleness:
             refuse_gap(self.served, rollout)

@@ -6,7 +6,7 @@ Left out: how models are sharded (`models/sharding.py`), and the scale of losses
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple, cast
 
@@ -59,6 +59,8 @@ class Learners:
         self.loss_scale = LossScale(scaler) if scaler is not None else None  # with --precision 16-mixed
         if self.loss_scale and resumed and "loss_scale" in resumed:
             self.loss_scale.load(resumed["loss_scale"])
+        self._rows: list[Tensor] = []  # that backward passes of a step have read, (b,) each
+        self._step_of_rows = -1
         self._never_finite: set[str] = set()  # names of buffers that hold infinities from the start, as masks do
         self._meta_copies: dict[str, nn.Module] = {}  # of sharded models, to save full ones
 
@@ -140,14 +142,19 @@ class Learners:
             else:
                 yield
 
-    def backward(self, loss: Tensor, places: Sequence[int] | Tensor | None = None) -> None:
+    def backward(self, loss: Tensor, row: Tensor | None = None) -> None:
         """Backward pass of a sum divided by its global count; undoes the averaging of gradients over ranks.
 
-        places: of the micro-batch's rows in this rank's part of the batch, by which an error names them.
+        row: (b,) numbers in the data of the micro-batch's rows, by which errors name them.
         Raises: RunFailure, naming the step and the rows, when the loss is not finite.
         """
+        if self._step_of_rows != self.progress.step:
+            self._rows, self._step_of_rows = [], self.progress.step
+        if row is not None:
+            self._rows.append(row)
         if not torch.isfinite(loss):
-            where = f"at step {self.progress.step + 1}{self.order.of_rows(places)}"
+            named = "" if row is None else self.order.describe(row.tolist())
+            where = f"at step {self.progress.step + 1}{named}"
             remedy = "; 16-mixed ends at 65504, try --precision bf16-mixed or 32-true" if self.loss_scale else ""
             raise RunFailure(f"loss is {float(loss.detach())} {where}{remedy}{self.last_good()}")
         self.fabric.backward(loss * self.ranks.world_size)
@@ -170,7 +177,7 @@ class Learners:
         if is_finite:
             optimizer.step()
         elif not is_scaled:
-            where = f"at {step}{self.order.of_rows()}{self.last_good()}"
+            where = f"at {step}{self._describe_step()}{self.last_good()}"
             raise RunFailure(f"{name} gradient norm is {float(norm)} {where}")
         optimizer.zero_grad(set_to_none=True)
         if self.loss_scale and is_scaled:
@@ -180,6 +187,11 @@ class Learners:
                 raise RunFailure(f"{step}: {problem}{self.last_good()}")
         scheduler.step()
         return float(norm) if is_finite else math.nan
+
+    def _describe_step(self) -> str:
+        """The rows that this step's backward passes have read on all ranks, as part of an error that all raise."""
+        own = [number for row in self._rows for number in row.tolist()]
+        return self.order.describe(number for numbers in self.ranks.gather(own) for number in numbers)
 
     def _has_gradients(self) -> bool:
         return any(p.grad is not None for learner in self.by_name.values() for p in learner.module.parameters())
@@ -213,7 +225,7 @@ class Learners:
             if problem:
                 on = f" on rank {rank}" if len(problems) > 1 else ""
                 raise RunFailure(
-                    f"{problem} is not finite{on} after step {self.progress.step}{self.order.of_rows()}, so no "
+                    f"{problem} is not finite{on} after step {self.progress.step}{self._describe_step()}, so no "
                     f"checkpoint is written{self.last_good()}"
                 )
 

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
-
-from torch import Tensor
 
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.cli.groups import DataSetsArgs, EvalArgs, TrainArgs
-from lightrlhf.data.batch import epoch_order
+from lightrlhf.data.batch import epoch_order, number_rows
 from lightrlhf.data.mixtures import mixed_order, mixed_shares
+from lightrlhf.data.splits import Row
 from lightrlhf.training.beginning import Beginning
 from lightrlhf.training.faults import describe_rows
 from lightrlhf.training.ranks import Item, Ranks
@@ -33,8 +32,8 @@ class Order:
         self.weights = list(args.data_weights) if isinstance(args, DataSetsArgs) else []
         self.ends: list[int] = []  # of several sets among all rows
         self._sizes: tuple[int, ...] = ()  # rows of several sets, drawn by `--data_weights`
-        # names of a step's rows, their kind, and the names of this rank's rows
-        self._batch: tuple[Sequence[Any], str, Sequence[Any]] = ((), "", ())
+        self.kind = "training rows"  # as errors call them
+        self.names: Sequence[Any] | None = None  # of the rows, for errors; None: their numbers
 
     def num_steps(self, rows: Sequence[Any], batch_size: int) -> int:
         """Number of steps of the run at `batch_size` rows per device; the last batch of an epoch may be smaller.
@@ -60,7 +59,7 @@ class Order:
         return min(per_epoch * epochs, max_steps)
 
     def mix(self, sizes: Sequence[int]) -> None:
-        """Draw from sets of these sizes, whose rows `global_batch` gets one set after the other; prints the counts.
+        """Draw from sets of these sizes, whose rows are numbered one set after the other; prints the counts.
 
         By `--data_weights` an epoch, which is as long as all sets together, has that share of rows of each; without
         them it has every row once.
@@ -86,18 +85,21 @@ class Order:
             self.ranks.print0(counted[-1])
         self.data = " + ".join(counted)
 
-    def global_batch(self, rows: Sequence[Item], step: int, batch_size: int) -> list[Item]:
-        """Rows of all ranks of one step (counted from 0), in the seeded order of its epoch."""
+    def draw(self, num_rows: int, step: int, batch_size: int) -> list[int]:
+        """Numbers of the rows of all ranks of one step (counted from 0), in the seeded order of its epoch."""
         size = batch_size * self.ranks.world_size
-        epoch, index = divmod(step, math.ceil(len(rows) / size))
-        order = epoch_order(len(rows), self.args.seed, epoch)
+        epoch, index = divmod(step, math.ceil(num_rows / size))
+        order = epoch_order(num_rows, self.args.seed, epoch)
         if self._sizes:
             order = mixed_order(self._sizes, tuple(self.weights), self.args.seed, epoch)
         chosen = order[index * size : (index + 1) * size]
         if len(chosen) < self.ranks.world_size:  # too few for a row per rank: borrow from the epoch's start
             chosen += order[: self.ranks.world_size - len(chosen)]
-        self.name_batch(chosen)
-        return [rows[i] for i in chosen]
+        return chosen
+
+    def global_batch(self, rows: Sequence[Row], step: int, batch_size: int) -> list[Row]:
+        """Copies of the rows of all ranks of one step, which hold their numbers; see `draw`."""
+        return number_rows(rows, self.draw(len(rows), step, batch_size))
 
     @property
     def eval_iters(self) -> int | None:
@@ -109,16 +111,12 @@ class Order:
         limit = self.eval_iters
         return list(rows[: limit * batch_size * self.ranks.world_size if limit else None])
 
-    def name_batch(self, names: Sequence[Any], kind: str = "training rows", own: Sequence[Any] | None = None) -> None:
-        """Name the rows of the current step on all ranks, for errors; `global_batch` does, by their numbers.
+    def name_rows(self, kind: str, names: Sequence[Any] | None = None) -> None:
+        """Say how errors call rows, and by which names instead of their numbers."""
+        self.kind, self.names = kind, names
 
-        own: the names of this rank's rows, where they are not its shard of all.
-        """
-        self._batch = names, kind, self.ranks.shard(names) if own is None else own
-
-    def of_rows(self, places: Sequence[int] | Tensor | None = None) -> str:
-        """The rows at these places of this rank's part of the batch, or all of the batch, as part of an error."""
-        names, kind, mine = self._batch
-        if places is not None and names:
-            names = [mine[int(place)] for place in places if int(place) < len(mine)]
-        return describe_rows(names, kind, self.ends, self.data_dirs)
+    def describe(self, numbers: Iterable[int]) -> str:
+        """Rows by their numbers, as part of an error; nothing when there is none."""
+        rows = sorted({*numbers})
+        names = rows if self.names is None else [self.names[i] for i in rows]
+        return describe_rows(names, self.kind, self.ends, self.data_dirs)

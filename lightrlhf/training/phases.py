@@ -6,7 +6,7 @@ Left out: which signals there are and what a handler does (`signals.py`).
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import NoReturn
 
@@ -41,8 +41,8 @@ class Phases:
         self.signals = StopSignals(self._nothing_to_save(), interrupts=self.ranks.num_processes == 1)
 
     @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Time a part of a step and name it in errors.
+    def phase(self, name: str, rows: Iterable[int] = ()) -> Iterator[None]:
+        """Time a part of a step and name it in errors. rows: numbers of the rows that this rank samples with.
 
         Raises: RunFailure when memory runs out, sampling meets logits that are not finite, or all servers are gone;
             Terminated after a signal. After the last two the run is saved first.
@@ -61,8 +61,8 @@ class Phases:
         except ServersGone as problem:
             self._stop_without_servers(problem)
         except NotFinite as problem:
-            rows = "" if name == "evaluation" else self.order.of_rows(problem.rows or None)
-            raise RunFailure(f"{problem}, in {where}{rows}{self.files.last_good()}") from None
+            named = "" if name == "evaluation" else self.order.describe(problem.rows or rows)
+            raise RunFailure(f"{problem}, in {where}{named}{self.files.last_good()}") from None
         except (RuntimeError, MemoryError) as problem:
             if is_out_of_memory(problem):
                 sizes = self.learners.num_trainable(), self.ranks.world_size, self.ranks.device

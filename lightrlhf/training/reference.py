@@ -185,7 +185,7 @@ def _parts(run: Run[Any], num_rows: int, num_validation: int, num_steps: int, of
         num_steps = min(num_steps, per_epoch)  # one epoch reads every row
     parts = [list(range(min(num_rows, max(args.micro_batch_size, run.world_size))))]
     for steps in blocks(run, num_steps, of_dry_run):
-        parts.append([row for step in steps for row in run.global_batch(range(num_rows), step, size)])
+        parts.append([row for step in steps for row in run.order.draw(num_rows, step, size)])
     evaluated = run.eval_rows(range(num_validation), args.micro_batch_size)
     return parts + in_parts(run, [num_rows + row for row in evaluated])
 

@@ -275,11 +275,8 @@ class Run(Generic[AnyArgs]):
     def mix(self, sizes: Sequence[int]) -> None:
         self.order.mix(sizes)
 
-    def global_batch(self, rows: Sequence[Item], step: int, batch_size: int) -> list[Item]:
+    def global_batch(self, rows: Sequence[Row], step: int, batch_size: int) -> list[Row]:
         return self.order.global_batch(rows, step, batch_size)
-
-    def name_batch(self, names: Sequence[Any], kind: str = "training rows", own: Sequence[Any] | None = None) -> None:
-        self.order.name_batch(names, kind, own)
 
     def skip_updates(self, number: int) -> None:
         self.learners.skip_updates(number)

@@ -24,7 +24,6 @@ from lightrlhf.generation.engine import generate, generate_steps
 from lightrlhf.programs import TRAINING
 from lightrlhf.storage.checkpoint import checkpoints, sha256, verify_checkpoint
 from lightrlhf.training.learners import Learners
-from lightrlhf.training.order import Order
 from lightrlhf.training.phases import Phases
 from lightrlhf.training.run_files import Checkpoints
 
@@ -196,7 +195,7 @@ def test_the_row_that_brings_it_is_named(program, runs, case, tmp_path):
 
             armed = [False]
             torch.nn.functional.embedding = spoiled
-            before(Order, "global_batch", 1, lambda *_: armed.__setitem__(0, True))
+            before(Checkpoints, "begin_step", 1, lambda *_: armed.__setitem__(0, True))
             flags = runs.flags(program, tmp_path / shown, *more, "--save_interval", "1", "--keep_last", "2", steps=99)
             main_of(program)(flags)
 

@@ -56,7 +56,9 @@ def test_every_stage_is_reached_and_lasts_its_share():
 def test_starts_come_round_evenly_and_in_groups():
     pools = {0: [{"n": n} for n in range(5)], 1: [{"n": n} for n in range(5, 7)]}
     options = {"seed": 42, "repeats": 2, "leaveout_prob": 0.25}
-    drawn = [start for step in range(7) for start in starts_of(Stage((0, 1)), pools, step, 3, **options)]
+    steps = [starts_of(Stage((0, 1)), pools, step, 3, **options) for step in range(7)]
+    drawn = [start for _, starts in steps for start in starts]
+    assert [start["n"] for start in drawn] == [row for rows, _ in steps for row in rows]  # numbered level after level
     assert all(start["leaveout_prob"] == 0.25 and "first_step" not in start for start in drawn)
     assert drawn[::2] == drawn[1::2]
     numbers = [start["n"] for start in drawn[::2]]
@@ -65,5 +67,5 @@ def test_starts_come_round_evenly_and_in_groups():
 
 
 def test_an_environment_learns_that_an_episode_is_a_single_decision():
-    (start,) = starts_of(Stage((0,), max_decisions=1), {0: [{"n": 0}]}, 0, 1, seed=42)
-    assert start == {"n": 0, "first_step": True}
+    rows, (start,) = starts_of(Stage((0,), max_decisions=1), {0: [{"n": 0}]}, 0, 1, seed=42)
+    assert rows == [0] and start == {"n": 0, "first_step": True}

@@ -1,4 +1,4 @@
-"""The sampler of a run: whose rows and noise, which groups, which rows errors name, and the check of the first one."""
+"""The sampler of a run: whose rows and noise, which groups and numbers, and the check of the first rollout."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from helpers import rows_of
 from helpers.errors import error_naming
 from helpers.rollouts import EOS, rollout_of
 
-from lightrlhf.cli.errors import RunFailure
-from lightrlhf.data.batch import joined
+from lightrlhf.cli.errors import NotFinite, RunFailure
+from lightrlhf.data.batch import joined, row_numbers
 from lightrlhf.generation import rollout_sampler
 from lightrlhf.generation.rollout_sampler import RolloutSampler
 from lightrlhf.training.ranks import LocalRanks
@@ -22,32 +22,29 @@ K = 3
 
 
 class Sampled:
-    """A run at one of its ranks that notes how rows are named, and what is sampled in place of a model."""
+    """A run at one of its ranks that notes what is sampled in place of a model."""
 
     def __init__(self, monkeypatch, rank: int = 0, world_size: int = 1, **flags) -> None:
         sizes = {"rollout_size": 2, "rollout_mini_batch_size": 4, "max_new_tokens": 5, "max_staleness": 0}
         self.args = SimpleNamespace(**(sizes | {"rollout_server": [], "sampling_correction": "none"} | flags))
-        self.ranks, self.device, self.order = LocalRanks(7), torch.device("cpu"), SimpleNamespace(planned_steps=3)
+        self.ranks, self.device = LocalRanks(7), torch.device("cpu")
+        self.order = SimpleNamespace(planned_steps=3, draw=self.draw)
         self.ranks.rank, self.ranks.world_size = rank, world_size
         self.autocast, self.shard, self.noise = nullcontext, self.ranks.shard, self.ranks.noise
         self.generator = self.ranks.generator
-        self.named, self.seen = [], []
+        self.seen = []
         monkeypatch.setattr(rollout_sampler, "generate_rollout", self.generate)
         monkeypatch.setattr(rollout_sampler, "store_sampling", lambda *given: None)
 
-    def global_batch(self, rows, step: int, size: int):
+    def draw(self, num_rows: int, step: int, size: int) -> list[int]:
         size *= self.ranks.world_size
-        self.name_batch([rows[i] for i in range(step * size, (step + 1) * size)])
-        return self.named[-1][0]
-
-    def name_batch(self, names, own=None) -> None:
-        self.named.append((list(names), list(own) if own is not None else self.shard(names)))
+        return [*range(step * size, (step + 1) * size)]
 
     def generate(self, model, reference, rows, args, tokenizer, noise, num_slots):
         """A rollout whose log-probabilities are those of its reference."""
-        self.seen.append(([row["input_ids"].tolist() for row in rows], noise, self.named[-1][1]))
+        self.seen.append(([row["input_ids"].tolist() for row in rows], noise))
         rollout = rollout_of(self.seen[-1][0], [[8, EOS]] * len(rows))
-        rollout.ref_logprobs, rollout.places = rollout.logprobs.clone(), torch.arange(len(rows))
+        rollout.ref_logprobs, rollout.row = rollout.logprobs.clone(), row_numbers(rows)
         return rollout
 
     def sampler(self, **given) -> RolloutSampler:
@@ -63,7 +60,7 @@ def numbers(rows: list[list[int]]) -> list[int]:
 def test_the_responses_to_a_prompt_are_a_group_whose_rows_and_noise_follow_from_the_step(monkeypatch):
     run = Sampled(monkeypatch)
     rollout = run.sampler(responses=K).sample(1)
-    prompts, noise, _ = run.seen[0]
+    prompts, noise = run.seen[0]
     assert numbers(prompts) == [2, 2, 2, 3, 3, 3] and rollout.group.tolist() == [0, 0, 0, 1, 1, 1]
     assert rollout.num_groups == 2 and torch.equal(noise, LocalRanks(7).noise(6, 5, 1))
 
@@ -79,35 +76,45 @@ def test_two_ranks_sample_what_one_does(monkeypatch):
     one = Sampled(monkeypatch, rollout_size=4)
     sampler = one.sampler(responses=K)
     for found, whole in ((parts, sampler.sample(0)), (fresh, sampler.replace(0, 1, torch.tensor([0, 2, 3])))):
-        prompts, noise, _ = one.seen.pop(0)
-        assert [row for _, rows, *_ in found for row in rows] == prompts
-        assert torch.equal(torch.cat([own for *_, own, _ in found]), noise)
+        prompts, noise = one.seen.pop(0)
+        assert [row for _, rows, _ in found for row in rows] == prompts
+        assert torch.equal(torch.cat([own for *_, own in found]), noise)
         assert torch.equal(torch.cat([rollout.group for rollout, *_ in found]), whole.group)
     assert whole.num_groups == 4 and fresh[0][0].group.tolist() == [0, 0, 0, 2]
 
 
-def test_errors_name_the_rows_that_are_sampled_and_then_those_of_the_joined_rollout(monkeypatch):
+def test_rows_have_the_numbers_of_their_prompts_also_where_groups_are_replaced(monkeypatch):
     run = Sampled(monkeypatch, rollout_size=3)
     sampler = run.sampler(responses=2)
     rollout = sampler.sample(0)
-    assert run.named[-1] == ([0, 1, 2], [0, 0, 1, 1, 2, 2])
+    assert rollout.row.tolist() == [0, 0, 1, 1, 2, 2]
     for number, groups in ((1, [0, 2]), (2, [2])):
         fresh = sampler.replace(0, number, torch.tensor(groups))
-        assert run.seen[-1][2] == numbers(run.seen[-1][0])  # while it samples, of the rows that it samples
         keep = ~torch.isin(rollout.group, torch.tensor(groups))
         rollout = joined([rollout.select(keep), fresh])
-        assert run.named[-1][1] == numbers(rollout.prompt_ids())  # then of all rows, in their order
+        assert rollout.row.tolist() == numbers(rollout.prompt_ids())
         assert rollout.group.tolist() == [*[1, 1], *([0, 0, 2, 2] if number == 1 else [0, 0, 2, 2])]
 
 
-def test_what_is_asked_ahead_is_the_next_steps_request_and_rows_keep_their_names(monkeypatch):
+def test_prompts_whose_logits_are_not_finite_are_named_by_their_numbers(monkeypatch):
+    def fail(*given):
+        raise NotFinite("a model gives logits that are not finite", indices=[1, 4])
+
+    sampler = Sampled(monkeypatch).sampler(responses=K)
+    monkeypatch.setattr(rollout_sampler, "generate_rollout", fail)
+    with pytest.raises(NotFinite, match="^a model gives logits that are not finite$") as stop:
+        sampler.sample(1)
+    assert stop.value.rows == [2, 3]
+
+
+def test_what_is_asked_ahead_is_the_next_steps_request(monkeypatch):
     asked = []
 
     class Served:
         def __init__(self, *given) -> None: ...
 
     def answer(sampler, served, rows, noise, ahead):
-        asked.append((rows, noise, ahead, sampler.run.named[-1][1]))
+        asked.append((rows, noise, ahead))
         return sampler.run.generate(None, None, rows, None, None, noise, 4)
 
     run = Sampled(monkeypatch, rollout_server=["http://x"], max_staleness=1)
@@ -117,10 +124,10 @@ def test_what_is_asked_ahead_is_the_next_steps_request_and_rows_keep_their_names
     sampler = run.sampler()
     for step in range(3):
         sampler.sample(step)
-    for (_, _, ahead, _), (rows, noise, _, _) in zip(asked, asked[1:]):
+    for (_, _, ahead), (rows, noise, _) in zip(asked, asked[1:]):
         assert ahead.prompts == [row["input_ids"].tolist() for row in rows] and torch.equal(ahead.noise, noise)
     assert [numbers([row["input_ids"].tolist() for row in rows]) for rows, *_ in asked] == [[0, 1], [2, 3], [4, 5]]
-    assert [names for *_, names in asked] == [[0, 1], [2, 3], [4, 5]] and asked[-1][2] is None
+    assert asked[-1][2] is None
 
 
 @pytest.mark.parametrize("gap", [0.5, torch.nan])

@@ -18,6 +18,7 @@ def rollout_of(prompts, responses, pad_id=EOS, truncated=None, columns=None, tok
         input_ids=batch.input_ids,
         attention_mask=batch.attention_mask,
         action_mask=batch.action_mask,
+        row=torch.arange(len(prompts)),
         group=torch.arange(len(prompts)),
         prompt_len=torch.tensor([len(prompt) for prompt in prompts]),
         truncated=torch.tensor(truncated or [False] * len(prompts)),

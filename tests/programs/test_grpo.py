@@ -272,7 +272,7 @@ def test_groups_without_two_scores_are_found():
 def test_rollouts_of_different_widths_are_joined():
     wide, narrow = rollout(), dataclasses.replace(rollout_of([[5, 6]], [[7, EOS]]), group=torch.tensor([3]))
     both = joined([narrow, wide])
-    assert both.input_ids.shape == (9, wide.input_ids.shape[1]) and both.places.tolist() == list(range(9))
+    assert both.input_ids.shape == (9, wide.input_ids.shape[1]) and both.row.tolist() == [0, *range(8)]
     assert both.response_ids() == [[7, EOS], *RESPONSES] and both.group.tolist() == [3, *GROUP.tolist()]
     assert not both.attention_mask[0, 4:].any() and both.logprobs[0, 4:].abs().max() == 0
 

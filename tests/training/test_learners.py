@@ -52,13 +52,33 @@ def test_the_rows_of_the_micro_batch_are_named(run):
     one = run()
     one.order.mix([4, 10])  # two sets, of which the second begins at row 4
     one.order.data_dirs = ["first", "second"]
-    one.order.name_batch([9, 3, 4])
     with error_naming(RunFailure, "loss", "nan", "step 1", "3 of first, 0 of second"):
-        one.backward(torch.tensor(math.nan), torch.tensor([1, 2]))
+        one.backward(torch.tensor(math.nan), torch.tensor([3, 4]))
     one.order.ends = []
-    one.order.name_batch(range(30))
     with error_naming(RunFailure, "rows 0, 1", "15 and 14 more"):
+        one.backward(torch.tensor(math.inf), torch.arange(30))
+    one.order.name_rows("starts", ["north", "south"])
+    with error_naming(RunFailure, "starts south"):
+        one.backward(torch.tensor(math.inf), torch.tensor([1, 1]))
+    with error_naming(RunFailure, "loss", "inf", "step 1;"):
         one.backward(torch.tensor(math.inf))
+
+
+def test_a_gradient_is_named_by_the_rows_of_all_backward_passes_of_its_step(run):
+    one, module = run(), linear()
+    wrapped = one.setup("policy", module, 1e-3, 10)
+
+    def learn(*rows: int) -> None:
+        one.backward(wrapped(torch.ones(len(rows), 3)).sum(), torch.tensor(rows))
+
+    learn(8)
+    one.optimize("policy")
+    one.step = 1
+    learn(5, 3)
+    learn(4, 5)
+    module.weight.grad[0, 0] = math.nan
+    with error_naming(RunFailure, "step 2", "rows 3, 4, 5, counted"):
+        one.optimize("policy")
 
 
 class Saved(torch.nn.Linear):
@@ -76,8 +96,7 @@ class Saved(torch.nn.Linear):
 def test_what_is_not_finite_in_memory_is_not_saved(run, place, bad):
     one, module = run(), Saved()
     wrapped = one.setup("policy", module, 1e-3, 10)
-    one.order.global_batch([{}] * 5, 0, 2)
-    one.backward(wrapped(torch.ones(1, 3)).sum())
+    one.backward(wrapped(torch.ones(1, 3)).sum(), torch.tensor([2, 7]))
     one.optimize("policy")
     one.step = 1
     module.mask = torch.tensor([0.0, -math.inf, -math.inf])  # as a mask that grows
@@ -86,9 +105,7 @@ def test_what_is_not_finite_in_memory_is_not_saved(run, place, bad):
         getattr(module, place).data.view(-1)[0] = bad
     elif place != "loop":
         one.learners["policy"].optimizer.optimizer.state[module.weight][place][0, 0] = bad
-    with pytest.raises(
-        RunFailure, match=r"is not finite after step 1 \(training rows \d, \d, .*no checkpoint is written"
-    ):
+    with error_naming(RunFailure, "step 1", "rows 2, 7, counted"):
         one.keep(module, None, lambda: {"kl": bad if place == "loop" else 1.0})
         one.save()
     assert not list(one.directory.glob("checkpoint-*"))

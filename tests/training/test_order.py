@@ -10,7 +10,9 @@ def test_an_epoch_sees_every_row_once_and_the_last_batch_may_be_small(run):
     one = run(epochs=2)
     rows = [{"number": i} for i in range(11)]
     assert one.order.num_steps(range(11), 4) == 6
-    batches = [[row["number"] for row in one.order.global_batch(rows, step, 4)] for step in range(6)]
+    drawn = [one.order.global_batch(rows, step, 4) for step in range(6)]
+    batches = [[row["number"] for row in batch] for batch in drawn]
+    assert [[row["row"] for row in batch] for batch in drawn] == batches and rows[0] == {"number": 0}
     assert [len(batch) for batch in batches] == [4, 4, 3, 4, 4, 3]
     assert sorted(sum(batches[:3], [])) == sorted(sum(batches[3:], [])) == list(range(11))
     assert batches[:3] != batches[3:]
