@@ -13,7 +13,7 @@ import copy
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 
@@ -65,9 +65,7 @@ def check_new(folder: str | Path, flag: str = "--destination_dir") -> None:
 class ExportArgs(Args):
     """Export a model for other programs, and check what was written."""
 
-    POSITIONAL: ClassVar[str] = "model_name"
-
-    model_name: str = flag(check=check_stored, show="first")
+    model_name: str = flag(check=check_stored, show="first", positional=True)
     """Experiment dir, checkpoint, folder, GGUF file or hub name of the model; may be given without its flag."""
     to: Literal["merged", "safetensors-bf16", "adapter", "gguf", "ollama"] = flag(
         packages=dict.fromkeys(FOR_LLAMA, "gguf")

@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
@@ -55,15 +55,13 @@ CHUNK = 256  # dialogues between two writes
 class IterativeRefuelArgs(refuel.RefuelArgs, dialogue_pairs.PairArgs, iterated_dir.IteratedArgs):
     """Multi-turn RLHF in iterations: roll dialogues out, score them, learn from pairs."""
 
-    ONCE: ClassVar[tuple[str, ...]] = ("stage",)  # a resumed run does all stages unless it is asked for one
-
     experiment_name: str = "rlhf-iterative-refuel"
     """Name of the folder below `log_dir` that collects the runs of one algorithm."""
     output_dir: str | None = None
     """Experiment dir itself, new, empty or of the run to go on with, instead of one below `log_dir`."""
     log_interval: int = 1
     """Steps between rows of metrics, each the iterated.mean over the steps since the previous row."""
-    stage: Literal["all", "generate", "rank", "tokenize", "train"] = flag("all", excludes={"dry_run": True})
+    stage: Literal["all", "generate", "rank", "tokenize", "train"] = flag("all", excludes={"dry_run": True}, once=True)
     """One stage of the first unfinished iteration, or all stages of all iterations, also when a run is resumed."""
     iterations: int = 1
     """Number of iterations, each from the policy of the previous one."""

@@ -20,7 +20,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 
@@ -65,9 +65,7 @@ def check_words(text: str, flag: str) -> None:
 class ServeArgs(Args):
     """Serve a checkpoint to trainers and chat programs."""
 
-    POSITIONAL: ClassVar[str] = "model_name"
-
-    model_name: str = flag(show="first")
+    model_name: str = flag(show="first", positional=True)
     """Experiment dir, checkpoint, folder or hub name of the model; may be given without its flag."""
     engine: Literal["auto", "vllm", "lightrlhf"] = "auto"
     """What samples; auto: vLLM where it is installed, else the library's own engine."""

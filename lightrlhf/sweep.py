@@ -24,7 +24,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 from lightrlhf.cli.errors import TERMINATED, RunFailure, UsageError, one_line_errors
 from lightrlhf.cli.fields import Args, check_args, flag
@@ -52,9 +52,7 @@ TAIL = 65536  # bytes at the end of a log, in which its last line is looked for
 class SweepArgs(Args):
     """Train a program for each combination of flags and each seed of a file."""
 
-    POSITIONAL: ClassVar[str] = "sweep_file"
-
-    sweep_file: str = flag(show="first")
+    sweep_file: str = flag(show="first", positional=True)
     """YAML file with program, flags, grid or sample, seeds and metric; may be given without its flag."""
     output_dir: str | None = None
     """Folder of all runs and results; `logs/sweeps/` and the file's name when not given."""

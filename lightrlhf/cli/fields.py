@@ -62,6 +62,9 @@ class Options(TypedDict, total=False):
     split: Callable[[str], list[str]]  # items in a word of a list, see `cli.lists`
     show: Literal["first", "rarely"]  # `--help` shows the flag first, or leaves it to `--help_all`
     required: str | None  # one of the flags with this text must be given
+    positional: bool  # a first word that is no flag is its value
+    once: bool  # a resumed run does not inherit it
+    drops: str  # typed, it takes the place of this stored flag
 
 
 def flag(default: T = REQUIRED, bounds: Bounds | None = None, **options: Unpack[Options]) -> T:

@@ -5,9 +5,14 @@ A group is the dataclass that declares a flag, its title the first line of that 
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import inspect
 import textwrap
 import types
+from dataclasses import is_dataclass
+from functools import cache
+from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
 from lightrlhf.cli.fields import Flag, declared_flags
@@ -22,10 +27,10 @@ ALWAYS = {
 }
 
 
-def help_text(args_class: Any, program: str, docs: dict[str, str], everything: bool) -> str:
-    """All of `--help`, or with `everything` of `--help_all`; docs: a sentence by flag."""
+def help_text(args_class: Any, program: str, everything: bool) -> str:
+    """All of `--help`, or with `everything` of `--help_all`."""
     title = first_line(args_class)
-    flags = declared_flags(args_class)
+    flags, docs = declared_flags(args_class), sentences(args_class)
     lines = [f"usage: {program} [flags]", "", title]
     hidden = 0
     for owner, names in grouped(args_class).items():
@@ -41,6 +46,24 @@ def help_text(args_class: Any, program: str, docs: dict[str, str], everything: b
             name, kind, f"{sentence} Not shown here: {hidden}." if name == "help_all" and hidden else sentence
         )
     return "\n".join(lines) + "\n"
+
+
+def sentences(args_class: type) -> dict[str, str]:
+    """The sentence of each flag: the docstring of its field, in the last class that gives it one."""
+    found = {}
+    for owner in reversed(args_class.__mro__):
+        own = _tree(inspect.getsourcefile(owner) or "").get(owner.__name__, []) if is_dataclass(owner) else []
+        for field, text in zip(own, own[1:]):
+            if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
+                found[ast.unparse(field.target)] = inspect.cleandoc(str(text.value.value))
+    return found
+
+
+@cache
+def _tree(file: str) -> dict[str, list[ast.stmt]]:
+    """The statements of each class of a file."""
+    tree = ast.parse(Path(file).read_text(encoding="utf-8"))
+    return {node.name: node.body for node in tree.body if isinstance(node, ast.ClassDef)}
 
 
 def grouped(args_class: Any) -> dict[type, list[str]]:

@@ -14,11 +14,11 @@ import re
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
+from types import NoneType
+from typing import Any, NoReturn, TypeVar, get_origin
 
 from lightrlhf.cli.errors import UsageError, first_line
-from lightrlhf.cli.fields import declared_flags
+from lightrlhf.cli.fields import Flag, declared_flags
 from lightrlhf.cli.help import help_text
 from lightrlhf.cli.lists import join_lists, names
 from lightrlhf.cli.names import ALIASES, not_one_of
@@ -30,74 +30,78 @@ KINDS = {"int": "a whole number", "float": "a finite number", "bool": "True or F
 SPELLINGS = {int: WHOLE, float: FLOAT, bool: re.compile(r"true|false|yes|no|on|off")}
 
 
-def parse(args_class: type[Args], argv: list[str] | None = None, description: str | None = None) -> Args:
+def parse(args_class: type[Args], argv: list[str] | None = None) -> Args:
     """Parse command-line flags (and ``--config file.yaml``) into the frozen dataclass `args_class`.
 
-    With ``--resume_from DIR`` the arguments stored in ``DIR/args.json`` are the defaults, except for flags that the
-    class lists as `ONCE`: what one call was asked for.
-    A first word that is no flag is the value of the class's `POSITIONAL` one, where it names one.
+    With ``--resume_from DIR`` the arguments stored in ``DIR/args.json`` are the defaults.
     Raises: SystemExit 2 with one line that names the flag, the value and the remedy.
     """
-    from jsonargparse import ArgumentParser, set_parsing_settings
-
     typed = sys.argv[1:] if argv is None else argv
-    asks_help = bool({"--help", "-h", "--help_all"} & set(typed))
-    reads_docs = asks_help or any(word.startswith("--print_") for word in typed)  # which takes half a second
-    set_parsing_settings(docstring_parse_attribute_docstrings=reads_docs, add_print_completion_argument=False)
+    if {"--help", "-h", "--help_all"} & set(typed):
+        print(help_text(args_class, _program_name(args_class), "--help_all" in typed), end="")
+        raise SystemExit(0)
+    parser = _parser(args_class, reads_docs=any(word.startswith("--print_") for word in typed))
     flags = declared_flags(args_class)
-
-    class OneLineParser(ArgumentParser):
-        def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-            self.exit(2, f"{self.prog}: error: {_shorten(message, set(flags))}\n")
-            raise SystemExit(2)
-
-    if (first := getattr(args_class, "POSITIONAL", None)) and typed and not typed[0].startswith("-"):
-        typed = [f"--{first}={typed[0]}", *typed[1:]]
-    words = with_bare_booleans(args_class, [_expand_alias(word) for word in typed])
-    lists = {name: one for name, one in flags.items() if any(get_origin(kind) is list for kind in options_of(one.hint))}
-    words = join_lists(words, {f"--{name}": one.options.get("split", names) for name, one in lists.items()})
-    doc = description or (args_class.__doc__ or "").strip().splitlines()[0]
-    parser = OneLineParser(prog=_program_name(args_class), description=doc, allow_abbrev=False)
-    if not asks_help:
-        try:
-            words = [config_as_json(args_class, word, before) for before, word in zip(["", *words], words)]
-            check_spelling(args_class, words)
-        except UsageError as problem:
-            parser.error(str(problem))
-    parser.add_argument("--config", action="config", help="YAML file of flags; flags given after it win.")
-    parser.add_class_arguments(args_class)
-    if asks_help:
-        docs = {action.dest: action.help or "" for action in parser._actions}
-        print(help_text(args_class, parser.prog, docs, "--help_all" in words), end="")
-        parser.exit(0)
     try:
+        words = _words(args_class, typed)
         if "resume_from" in flags and (directory := _flag_value(words, "--resume_from")):
             parser.set_defaults(_stored_args(args_class, directory))
     except UsageError as problem:
         parser.error(str(problem))
     namespace = parser.parse_args(words)
     values = {name: getattr(namespace, name) for name in flags}
-    for typed, dropped in getattr(args_class, "PRECEDENCE", {}).items():
-        if _flag_value(words, f"--{typed}") is not None and _flag_value(words, f"--{dropped}") is None:
+    for name, one in flags.items():
+        dropped = one.options.get("drops")
+        if dropped and _flag_value(words, f"--{name}") is not None and _flag_value(words, f"--{dropped}") is None:
             values[dropped] = None
     try:
         return args_class(**values)
-    except ValueError as error:
-        parser.error(str(error))
+    except ValueError as problem:
+        raise parser.error(str(problem)) from None  # which exits
+
+
+def _parser(args_class: type, reads_docs: bool) -> Any:
+    """A parser of jsonargparse whose errors are one line; reads_docs: sentences of flags, which takes half a second."""
+    from jsonargparse import ArgumentParser, set_parsing_settings
+
+    class OneLineParser(ArgumentParser):
+        def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+            self.exit(2, f"{self.prog}: error: {_shorten(message, set(declared_flags(args_class)))}\n")
+            raise SystemExit(2)
+
+    set_parsing_settings(docstring_parse_attribute_docstrings=reads_docs, add_print_completion_argument=False)
+    parser = OneLineParser(prog=_program_name(args_class), allow_abbrev=False)
+    parser.add_argument("--config", action="config", help="YAML file of flags; flags given after it win.")
+    parser.add_class_arguments(args_class)
+    return parser
+
+
+def _words(args_class: type, typed: list[str]) -> list[str]:
+    """The words of a command as jsonargparse takes them. Raises: UsageError for a file or a number of two meanings."""
+    flags = declared_flags(args_class)
+    first = next((name for name, one in flags.items() if one.options.get("positional")), None)
+    if first and typed and not typed[0].startswith("-"):
+        typed = [f"--{first}={typed[0]}", *typed[1:]]
+    words = with_bare_booleans(args_class, [_expand_alias(word) for word in typed])
+    lists = {name: one for name, one in flags.items() if any(get_origin(kind) is list for kind in options_of(one.hint))}
+    words = join_lists(words, {f"--{name}": one.options.get("split", names) for name, one in lists.items()})
+    words = [config_as_json(args_class, word, before) for before, word in zip(["", *words], words)]
+    check_spelling(args_class, words)
+    return words
 
 
 def with_bare_booleans(args_class: type, words: list[str]) -> list[str]:
     """The words with `True` after each flag of a boolean that no value follows."""
-    hints = get_type_hints(args_class)
+    flags = declared_flags(args_class)
     full = []
     for word, after in zip(words, [*words[1:], "--"]):
         is_flag = word.startswith("--") and "=" not in word
-        full += [word, "True"] if is_flag and after.startswith("--") and _is_bool(hints.get(word[2:])) else [word]
+        full += [word, "True"] if is_flag and after.startswith("--") and _is_bool(flags.get(word[2:])) else [word]
     return full
 
 
-def _is_bool(hint: Any) -> bool:
-    return hint is bool or bool in get_args(hint)
+def _is_bool(flag: Flag | None) -> bool:
+    return flag is not None and bool in options_of(flag.hint)
 
 
 def check_spelling(args_class: type, words: list[str]) -> None:
@@ -105,13 +109,13 @@ def check_spelling(args_class: type, words: list[str]) -> None:
 
     010 is eight, 0x10 sixteen, 1:30 ninety and 1_000 a thousand to one of them; no flag means it so.
     """
-    hints = get_type_hints(args_class)
+    flags = declared_flags(args_class)
     for before, word in zip(["", *words], words):
         flag, equals, value = word.partition("=")
         if not equals:
             flag, value = (before, word) if not word.startswith("--") else ("", "")
-        hint = hints.get(flag.removeprefix("--")) if flag.startswith("--") else None
-        options = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+        one = flags.get(flag.removeprefix("--")) if flag.startswith("--") else None
+        options = options_of(one.hint) if one else ()
         kinds = [option for option in options if option is not NoneType]
         spelling = SPELLINGS.get(kinds[0]) if len(kinds) == 1 else None
         empty = value.lower() in ("null", "none") and NoneType in options
@@ -174,7 +178,7 @@ def _stored_args(args_class: type, directory: str) -> dict[str, Any]:
             f"--resume_from {directory} was started from Python with its own {', '.join(given)}; "
             "resume it there with the same ones"
         )
-    once = getattr(args_class, "ONCE", ())
+    once = {name for name, one in declared_flags(args_class).items() if one.options.get("once")}
     values = {name: value for name, value in flags_of(stored).items() if name not in once}
     try:
         return checked_flags(args_class, values, f"--resume_from {directory}")

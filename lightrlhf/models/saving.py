@@ -1,6 +1,6 @@
 """Saving models in the formats of transformers and peft.
 
-With LoRA a checkpoint is a peft folder that names its base; `--merge True` writes merged weights instead.
+With LoRA a checkpoint is a peft folder that names its base; `lightrlhf export` writes merged weights.
 
 Left out: formats of other programs (`lightrlhf.export`).
 """

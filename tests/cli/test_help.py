@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import subprocess
+import sys
 import types
 from functools import partial
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import pytest
 import yaml
-from helpers import run_program
+from helpers import environment, run_program
 from helpers.errors import refused
 from helpers.programs import args_classes
 
+from lightrlhf.cli.fields import declared_flags
 from lightrlhf.cli.parser import parse
 
 CLASSES = args_classes()
@@ -24,6 +27,27 @@ def test_help_is_short(program, most, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
     lines = run_program(f"lightrlhf.{program}", "--help").stdout.splitlines()
     assert len(lines) <= most and max(map(len, lines)) <= 100
+
+
+FLAGS = {"ppo": (102, 30), "grpo": (97, 30)}  # at most, and at most in `--help`
+MOST = (98, 40)  # of any other program
+
+
+@pytest.mark.parametrize("program", CLASSES)
+def test_a_program_has_few_flags_and_shows_fewer(program):
+    flags = declared_flags(CLASSES[program]).values()
+    shown = [one.name for one in flags if one.options.get("show") != "rarely"]
+    most, most_shown = FLAGS.get(program.rpartition(".")[2], MOST)
+    assert len(flags) <= most and len(shown) <= most_shown, shown
+
+
+def test_help_loads_nothing_but_the_program():
+    """Which takes little longer than torch; the parser would import what annotations name."""
+    code = "import sys; from lightrlhf import reflect_rl; before = set(sys.modules)\n"
+    code += "try: reflect_rl.main(['--help_all'])\n"
+    code += "except SystemExit: print({'transformers', 'jsonargparse', 'gymnasium'} & {*sys.modules} - before)"
+    done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "set()" and "--gae_lambd" in done.stdout
 
 
 # --------------------------------------------------------------------------------------------------- stored flags

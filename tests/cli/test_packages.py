@@ -70,7 +70,7 @@ def test_each_optional_package_is_brought_by_its_extra_and_tested():
 )
 def test_a_required_package_that_is_missing_is_a_line(program, package, tmp_path):
     (tmp_path / f"{package}.py").write_text(f"raise ModuleNotFoundError('No module named {package}', name='{package}')")
-    flags = ["--completion", "bash"] if program == "lightrlhf" else ["--help"]
+    flags = ["--completion", "bash"] if program == "lightrlhf" else ["--print_config"]
     path = f"{tmp_path}:{environment()['PYTHONPATH']}"
     command = [sys.executable, "-m", program, *flags]
     done = subprocess.run(command, env=environment() | {"PYTHONPATH": path}, capture_output=True, text=True)

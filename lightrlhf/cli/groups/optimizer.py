@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 from lightrlhf.cli.fields import Args, at_least, between, flag, positive
 
@@ -34,12 +34,10 @@ class OptimizerArgs(Args):
     """Largest global gradient norm; 0 switches clipping off."""
     lr_scheduler_type: Literal["constant", "constant_with_warmup", "linear", "cosine"] = flag("cosine", show="rarely")
     """Learning-rate schedule (transformers.get_scheduler)."""
-    lr_warmup_ratio: float | None = between(0, 1, None, show="rarely")
+    lr_warmup_ratio: float | None = between(0, 1, None, drops="lr_warmup_steps", show="rarely")
     """Share of all steps for a linear warm-up from 0."""
     lr_warmup_steps: int | None = at_least(0, None, show="rarely")
     """Steps of that warm-up, instead of `lr_warmup_ratio`."""
-
-    PRECEDENCE: ClassVar = {"lr_warmup_ratio": "lr_warmup_steps"}  # typed, the first drops a stored second
 
     def _check(self) -> None:
         if self.lr_warmup_steps is not None:
