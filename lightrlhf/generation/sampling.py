@@ -18,15 +18,18 @@ from lightrlhf.cli.groups import SamplingArgs
 from lightrlhf.data.tokens import decode
 
 if TYPE_CHECKING:
-    pass
+    from transformers import PreTrainedTokenizerBase
 
 BLOCK = 256  # tokens
 
 
-def first_stop(tokenizer: Any, response: Sequence[int], stop_strings: Sequence[str]) -> int | None:
+def first_stop(
+    tokenizer: PreTrainedTokenizerBase | None, response: Sequence[int], stop_strings: Sequence[str]
+) -> int | None:
     """Length in tokens of the shortest prefix whose text contains a stop string; None if there is none."""
 
     def stopped(length: int) -> bool:
+        assert tokenizer is not None, "stop strings need a tokenizer"
         text = decode(tokenizer, response[:length])
         return any(string in text for string in stop_strings)
 

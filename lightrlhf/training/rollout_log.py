@@ -30,7 +30,7 @@ from lightrlhf.training.resume import forget_rows_after
 from lightrlhf.training.run import Run
 
 if TYPE_CHECKING:
-    pass
+    from transformers import PreTrainedTokenizerBase
 
 FILE = "rollouts.jsonl"
 SAMPLES = "samples.jsonl"
@@ -160,7 +160,7 @@ def write_iteration(directory: Path, number: int, rows: Iterable[Row]) -> None:
 
 
 def rollout_row(
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase | None,
     prompt_ids: Sequence[int],
     response_ids: Sequence[int],
     *,
@@ -182,7 +182,10 @@ def rollout_row(
     step; mask: 1 where the policy sampled the token of the response, 0 where it was shown it, by default all sampled;
     log_ratio, advantages, values: one number a token of the response.
     """
-    prompt, response = texts or (decode(tokenizer, list(prompt_ids)), decode(tokenizer, list(response_ids)))
+    if texts is None:
+        assert tokenizer is not None
+        texts = decode(tokenizer, list(prompt_ids)), decode(tokenizer, list(response_ids))
+    prompt, response = texts
     return {
         "prompt": prompt,
         "group": group,
