@@ -6,7 +6,7 @@ A response without a valid score has null there, is counted, and is never chosen
 prompt is chosen and written to `preference_*.pt`, in the format of any prepared dataset, with the margin of the two
 scores.
 
-The choices are those of Online-RLHF (Dong et al. 2024, 2405.07863), with two of its faults corrected: `max_random`
+The choices are as in Online-RLHF (Dong et al. 2024, 2405.07863), with two of its faults corrected: `max_random`
 draws the rejected response at random, and pairs of `max_min_p` keep the order of the penalised rewards. Left out:
 several pairs per prompt, and keeping the rewards of several scorers apart.
 """
@@ -95,7 +95,7 @@ class AnnotateArgs(RewardArgs, SealArgs, DryRunArgs):
     data_dir: str | None = None
     """Folder of prepared data whose tokenizer the pairs are written with."""
     tokenizer_name: str | None = None
-    """Tokenizer of the pairs, instead of that of `data_dir`: experiment dir, folder or hub name."""
+    """Tokenizer of the pairs, instead of `data_dir`'s: experiment dir, folder or hub name."""
     validation_percentage: float = at_least(0, 0.0, below=1, remedy="try 0.1")
     """Share of prompts whose pairs go into `preference_validation.pt`."""
     seed: int = random_seed(42)
@@ -116,7 +116,7 @@ class AnnotateArgs(RewardArgs, SealArgs, DryRunArgs):
 
 
 def run(args: AnnotateArgs, *, reward: RewardFunctions | None = None) -> str:
-    """Score responses and choose pairs; returns the file with rewards, in a dry run that of the responses.
+    """Score responses and choose pairs; returns the file with rewards, in a dry run the file of the responses.
 
     reward: replaces what the flags would load.
     """
@@ -232,7 +232,7 @@ def choose_pairs(
 ) -> tuple[list[Row], Counter[str]]:
     """Preference rows, at most one per prompt, and the number of pairs and of each reason for having none.
 
-    A pair's `columns` are those of the data with `chosen_score, rejected_score` and their `margin`; with `max_min_p`
+    A pair's `columns` are the data's with `chosen_score, rejected_score` and their `margin`; with `max_min_p`
     these are the penalised scores, which determine the order.
     """
     encoding = Encoding(tokenizer)

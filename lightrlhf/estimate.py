@@ -125,7 +125,7 @@ def config_of(args: EstimateArgs) -> Any:
 
 
 def bits_of(args: EstimateArgs, config: Any) -> int | None:
-    """Bits of the frozen weights, None for float32: those of the flags, or in which they were saved.
+    """Bits of the frozen weights, None for float32: by the flags, or as they were saved.
 
     Raises: UsageError when all weights are to be trained, but were saved quantised.
     """
@@ -269,7 +269,7 @@ class Meter(TorchDispatchMode):
 def estimate(args: EstimateArgs, config: Any = None) -> dict[str, float]:
     """Bytes of each part, and `peak`: weights, optimiser, and the larger of an update and a rollout.
 
-    config: of Hugging Face, that of `--model_name` when not given. Raises: UsageError when there is none, or the model
+    config: of Hugging Face, `--model_name`'s when not given. Raises: UsageError when there is none, or the model
     cannot pass tensors without data.
     """
     from torch._subclasses import FakeTensorMode

@@ -80,9 +80,9 @@ class ExportArgs(Args):
     destination_dir: str | None = flag(None, check=check_new)
     """Folder to write, a new one; by default in `export` of the experiment dir, else of the current folder."""
     temperature: float | None = between(0, 100, None, needs={"to": "ollama"})
-    """Temperature in the Modelfile; by default that of the model's generation config, else 1."""
+    """Temperature in the Modelfile; by default the generation config's, else 1."""
     base_model_name: str | None = flag(None, needs={"to": "adapter"}, show="rarely")
-    """Hub name to put into an exported adapter as that of its base, which is a folder here."""
+    """Hub name to put into an exported adapter as its base's, which is a folder here."""
     trust_remote_code: bool = flag(False, show="rarely")
     """Let a model run the code of its own repository."""
 
@@ -105,7 +105,7 @@ def run(args: ExportArgs) -> str:
 
 
 def name_of(source: str) -> str:
-    """A name for a model, from that of its folder or run."""
+    """A name for a model, from its folder's or run's."""
     path = Path(source).resolve()
     if (path.parent / "args.json").is_file():
         try:
@@ -256,7 +256,7 @@ def check_unquantised(args: ExportArgs, model: Any) -> None:
 
 # ------------------------------------------------------------------------------------------------------------- showing
 def write_card(args: ExportArgs, folder: Path, name: str, source: str, base: str | None = None) -> None:
-    """Write a model card for the hub beside the weights, with that of the source below it."""
+    """Write a model card for the hub beside the weights, with the source's below it."""
     given = {key: value for key, value in to_dict(args).items() if value is not None and key != "destination_dir"}
     summary = f"Exported by lightrlhf from {quote(args.model_name)}."
     header = {"library_name": "peft"} if base is not None else {}

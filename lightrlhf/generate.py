@@ -212,7 +212,7 @@ def settings_of(args: GenerateArgs, rows: Sequence[Row]) -> Row:
     """Settings that determine a file's rows; stored to detect files of other ones."""
     settings = {k: v for k, v in dataclasses.asdict(args).items() if k not in NO_EFFECT}
     if args.rollout_server:
-        settings["rollout_engine"] = "rollout_server"  # whose arithmetic is not that of the local engine
+        settings["rollout_engine"] = "rollout_server"  # whose arithmetic differs from the local engine's
     if args.rollout_engine == "local":
         settings["model_name"] = resolve(args.model_name)  # an experiment dir may have a newer checkpoint next time
     content = hashlib.sha256(json.dumps(list(rows)).encode()).hexdigest()

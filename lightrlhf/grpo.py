@@ -14,7 +14,7 @@ Switches make the relatives of it; examples/configs/grpo has them by name:
                      constant 1/(B max_new_tokens), of P prompts of N_p tokens prompt 1/(P N_p)
     --kl_placement   reward (k1, beside the score), or loss (rho (log pi - log pi_ref)^2 / 2)
 
-All counts are over micro-batches and ranks, and a baseline is that of the whole group wherever its rows are. Responses
+All counts are over micro-batches and ranks, and a baseline is the whole group's wherever its rows are. Responses
 without a score are in no baseline and not in the loss; groups of equal scores have no advantage; both are counted.
 `--resample_rounds` replaces such groups by other prompts (DAPO, 2503.14476, section 3.2). The prompt of a group is read
 once, in sampling and in training. Dropout is off wherever log-probabilities are stored.
@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     from lightrlhf.models.roles import Policy
 
 LOSS_SHAPE = "f(logprobs, log_ratio, advantages, action_mask) -> (B, T-1) losses"
-FULL_TUNING_RATE = 5e-6  # with LoRA a learning rate below is too low: 10 times that of full tuning is usual
+FULL_TUNING_RATE = 5e-6  # with LoRA a learning rate below is too low: 10 times as much as for full tuning is usual
 
 
 def check_loss(name: str, flag: str) -> None:
@@ -97,7 +97,7 @@ class GRPOArgs(
     mini_batch_size: int = 128
     """Responses per optimiser step and device."""
     learning_rate: float = positive(1e-6)
-    """Peak learning rate; with LoRA about ten times that of full tuning."""
+    """Peak learning rate; with LoRA take about ten times the rate of full tuning."""
     lr_scheduler_type: Literal["constant", "constant_with_warmup", "linear", "cosine"] = "constant_with_warmup"
     """Learning-rate schedule, by its name in `transformers.get_scheduler`."""
     log_interval: int = 1
@@ -123,7 +123,7 @@ class GRPOArgs(
     clip_coeff: float = positive(0.2)
     """Lower clip range of the ratio, which is 1 - this; of 1 and more there is no lower bound."""
     clip_coeff_high: float | None = positive(None, show="rarely")
-    """Upper clip range of the ratio, which is 1 + this; that of `clip_coeff` when not given."""
+    """Clip the ratio above 1 + `clip_coeff_high`; by default 1 + `clip_coeff`."""
     dual_clip: float | None = above(1, None, remedy="3 is usual", needs={"loss_type": "clip"}, show="rarely")
     """With `clip`: largest factor of a negative advantage, such as 3; none when not given."""
     init_kl_coeff: float = at_least(0, 0.0)

@@ -134,7 +134,7 @@ class JudgeArgs(RemoteArgs, DryRunArgs):
                 raise ValueError("--responses_file needs a file to sample from")
             return
         if len(self.responses_file) != 2:
-            raise ValueError(f"--responses_file needs two files, those of A and B; {len(self.responses_file)} given")
+            raise ValueError(f"--responses_file needs two files, for A and B; {len(self.responses_file)} given")
         if self.judge == "openai" and not (self.base_url and self.judge_model):
             raise ValueError("--judge openai needs --base_url, such as http://localhost:8000/v1, and --judge_model")
         if self.judge == "reward" and self.rm_experiment_dir is None:
@@ -143,7 +143,7 @@ class JudgeArgs(RemoteArgs, DryRunArgs):
 
 
 def run(args: JudgeArgs) -> Row | list[str]:
-    """Compare two files of responses; returns the results, in a dry run those of one batch, or the sampled files."""
+    """Compare two files of responses; returns the results, in a dry run for one batch, or the sampled files."""
     check_args(args, JudgeArgs)
     if args.sample is not None:
         return write_samples(args, args.sample)

@@ -118,7 +118,7 @@ def train(
 
 
 def middle(good: RunningMean, bad: RunningMean) -> float:
-    """BCO's d: mean of the mean reward of good and that of bad responses, as far as there are any."""
+    """BCO's d: mean of the good responses' mean reward and the bad ones', as far as there are any."""
     means = [mean.value for mean in (good, bad) if mean.count]
     return sum(means) / max(len(means), 1)
 
@@ -167,7 +167,7 @@ class Mismatches:
     """KTO's mismatched prompts and responses of the validation rows, and of each step.
 
     They follow from the order of the data, so the reference scores them before training, and a resumed run has the
-    same. Their places follow those of the rows: first validation, then the steps, with a whole batch each.
+    same. Their places follow the rows': first validation, then the steps, with a whole batch each.
     No mismatched text is longer than the longest of the data.
     """
 
@@ -299,7 +299,7 @@ def response_sums(responses: Responses) -> list[Tensor]:
 
 
 def response_metrics(means: Sequence[float], point: float) -> Metrics:
-    """Means by metric name; those of a label that no row has are left out."""
+    """Means by metric name; a label that no row has is left out."""
     right, *by_label = means
     metrics = {"rewards/accuracies": right}
     for side, (share, reward, logps) in (("chosen", by_label[:3]), ("rejected", by_label[3:])):

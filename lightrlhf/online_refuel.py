@@ -135,7 +135,7 @@ def train(
 def load_splits(
     args: OnlineRefuelArgs, given: Mapping[str, Sequence[Dialogue]] | None, tokenizer: PreTrainedTokenizerBase
 ) -> Splits[Dialogue]:
-    """The dialogues of both splits, given ones or those of `--data_dir`, with the same columns."""
+    """The dialogues of both splits, given ones or `--data_dir`'s, with the same columns."""
     if given is None:
         splits = ("train", "validation") if args.eval_dialogues else ("train",)
         given = {split: talks.load_dialogues(args.data_dir, split, args.verify) for split in splits}

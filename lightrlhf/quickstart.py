@@ -178,7 +178,7 @@ def show_samples(sft_dir: str, ppo_dir: str, count: int = 3) -> None:
 
 
 def demonstrations(data_dir: str, count: int = 400) -> dict[str, float]:
-    """Mean gold score and its parts of the responses that SFT learns from: those of the first training rows."""
+    """Mean gold score and its parts of the responses of the first training rows, which SFT learns from."""
     tokenizer = load_tokenizer(data_dir)
     rows = load_split(data_dir, "finetune", "train")[:count]
     prompts = [decode(tokenizer, row["input_ids"][: row["prompt_len"]]) for row in rows]

@@ -167,7 +167,7 @@ def train(
 
 # ------------------------------------------------------------------------------------------------------------ data
 def load_pairs(args: RefuelArgs, given: Given | None, tokenizer: PreTrainedTokenizerBase) -> Splits[Row]:
-    """Pairs of dialogues, those of the validation split where there is one."""
+    """Pairs of dialogues, of the validation split where there is one."""
     rows = load_rows("refuel", "train", args.data_dir, given, tokenizer, args.verify)
     has_validation = given is not None or (Path(args.data_dir) / "refuel_validation.pt").is_file()
     if not (args.eval_interval and has_validation):
@@ -253,7 +253,7 @@ def validate(run: Run[RefuelArgs], model: nn.Module, pairs: Pairs, pad_id: int) 
 def log_replies(
     run: Run[Any], policy: Policy, rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, split: str
 ) -> None:
-    """Keep a new reply to the prefix of each row, beside those of the pair; the noise is always the same."""
+    """Keep a new reply to the prefix of each row, beside the pair's; the noise is always the same."""
     samples, ends = [], end_ids(tokenizer, policy.model)
     with unsharded(policy):  # once, for ranks may have different numbers of rows
         for group, pair in enumerate(rows):

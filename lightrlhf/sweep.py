@@ -59,7 +59,7 @@ class SweepArgs(Args):
 
 
 class Planned(NamedTuple):
-    """A run of a sweep; name: its folder within that of the sweep; args: all of its program's flags."""
+    """A run of a sweep; name: its folder within the sweep's; args: all of its program's flags."""
 
     name: str
     combination: str
@@ -109,7 +109,7 @@ def run(args: SweepArgs) -> list[dict[str, Any]]:
 
 # ------------------------------------------------------------------------------------------------------------- the runs
 def check_settings(sweep: Sweep, planned: Sequence[Planned], folder: Path) -> None:
-    """Compare the flags of the runs in the folder with those of the file, so that no two settings are mixed.
+    """Compare the flags of the runs in the folder with the file's, so that no two settings are mixed.
 
     A planned run must have all flags as planned; one of values that the file no longer has, those that all planned runs
     share. Raises: UsageError naming the flag, or the folder when it holds something else than a sweep.

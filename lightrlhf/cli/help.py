@@ -67,7 +67,7 @@ def _tree(file: str) -> dict[str, list[ast.stmt]]:
 
 
 def grouped(args_class: Any) -> dict[type, list[str]]:
-    """Flags by the class that declares them first: the program's own, then its inputs, then those of its bases."""
+    """Flags by the class that declares them first: the program's own, then its inputs, then its bases'."""
     owners: list[Any] = [owner for owner in args_class.__mro__ if dataclasses.is_dataclass(owner)]
     groups: dict[Any, list[str]] = {owner: [] for owner in owners}
     by_title: dict[str, Any] = {}

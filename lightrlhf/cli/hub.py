@@ -12,7 +12,7 @@ GGUF, PACKAGE = ".gguf", "package:"  # how a name of a model file ends, and of a
 
 
 def is_gguf(name: str) -> bool:
-    """Whether a model's name is that of a GGUF file, or of a package that has one."""
+    """Whether a model's name stands for a GGUF file, or a package that has one."""
     return name.lower().endswith(GGUF) or name.startswith(PACKAGE)
 
 

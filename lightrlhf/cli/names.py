@@ -50,7 +50,7 @@ ANSWERS: dict[str, tuple[str, ...]] = {
     "num_iterations": ("--ppo_epochs",),
     "steps_per_generation": (GROUPS,),
     "generation_batch_size": (GROUPS,),
-    "use_bias_correction_kl": ("the gradient is that of the KL on samples of an earlier policy too",),
+    "use_bias_correction_kl": ("the gradient is the KL's on samples of an earlier policy too",),
     "epsilon": ("--clip_coeff",),
     "epsilon_high": ("--clip_coeff_high",),
     "delta": ("--dual_clip",),

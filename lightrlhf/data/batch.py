@@ -100,15 +100,15 @@ class SampledBatch(Batch):
     """Sampled actions, and how far the trainer's probabilities are from a server's that sampled them."""
 
     logprobs: Tensor  # (B, T-1) log pi_old of token t+1 at the sampling temperature, 0 off actions
-    sampling_gap: Tensor | None = None  # (B, T-1) log of the trainer's probability over that of a server, 0 off actions
-    staleness: int = 0  # steps that the policy took between the weights that sampled and those of this process
+    sampling_gap: Tensor | None = None  # (B, T-1) log of the trainer's probability over a server's, 0 off actions
+    staleness: int = 0  # steps that the policy took between the weights that sampled and this process's
 
 
 @dataclass(kw_only=True)
 class Rollout(SampledBatch):
     """Prompts with sampled responses: `[prompt][response][padding]` in each row."""
 
-    group: Tensor  # (B,) int64 number of the prompt among those of the step on all ranks
+    group: Tensor  # (B,) int64 number of the prompt among the step's on all ranks
     num_groups: int = 0  # of the step on all ranks
     prompt_len: Tensor  # (B,) int64
     truncated: Tensor  # (B,) bool: stopped by length; no end token is appended
@@ -203,7 +203,7 @@ def unpaired_batch(rows: Sequence[Row], pad_id: int) -> Batch:
 
 
 def mismatched_rows(rows: Sequence[Row], others: Sequence[Row], width: int) -> list[Row]:
-    """Each row's prompt with the response to another one: that of the next of `rows`, in a circle, with another prompt.
+    """Each row's prompt with the response to another one: the next of `rows`, in a circle, with another prompt.
 
     Where these rows have one prompt only, the first such row of `others` is taken. Responses are cut to `width` tokens.
     Raises: ValueError when all prompts are the same.
@@ -224,7 +224,7 @@ def mismatched_rows(rows: Sequence[Row], others: Sequence[Row], width: int) -> l
 
 
 def dialogue_pair_batch(rows: Sequence[Row], pad_id: int) -> Batch:
-    """2B right-padded rows of dialogues, the B chosen ones first, by pairs; actions are those of the rows' masks."""
+    """2B right-padded rows of dialogues, the B chosen ones first, by pairs; actions by the rows' masks."""
     sides = [(row, side) for side in ("chosen", "rejected") for row in rows]
     ids, actions = ([row[f"{side}_{name}"] for row, side in sides] for name in ("input_ids", "action_mask"))
     return _collate(ids, actions, pad_id, row_numbers(rows).repeat(2), torch.arange(len(rows)).repeat(2))

@@ -38,7 +38,7 @@ class PromptArgs(SealArgs):
     split: Literal["train", "validation", "test"] = "test"
     """Split of `data_dir`."""
     prompts_from: Literal["prompts", "finetune", "preference"] | None = flag(None, needs="data_dir", show="rarely")
-    """Whose prompts of `data_dir`: by default those of `prompts_*.pt` where there are some, else of `finetune_*.pt`."""
+    """Whose prompts of `data_dir`: by default `prompts_*.pt` where there is one, else `finetune_*.pt`."""
     prompts_file: str | None = flag(None, check=check_file, required="prompts", show="first")
     """JSONL file with a column `prompt` (text or messages), instead of `data_dir`; other columns are kept."""
     num_prompts: int | None = at_least(1, 2000)

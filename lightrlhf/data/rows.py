@@ -67,7 +67,7 @@ def load_splits(stage: str, args: SplitArgs, given: Given | None, tokenizer: Pre
 def load_rows(
     stage: str, split: str, data_dir: str, given: Given | None, tokenizer: Any, verify: bool = True
 ) -> list[Row]:
-    """Rows of a split: those given, else those of `--data_dir`, compared with its seal if `verify`.
+    """Rows of a split: the given ones, else `--data_dir`'s, compared with its seal if `verify`.
 
     `columns` have the same keys in all rows, see `share_columns`.
 

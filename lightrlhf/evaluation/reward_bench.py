@@ -1,6 +1,6 @@
 """A reward model's scores of preference pairs in the format of RewardBench's own output (0.1).
 
-Pairs are those of the user's file in RewardBench's format (prompt, chosen, rejected, subset), else those of the split,
+Pairs are the user's file in RewardBench's format (prompt, chosen, rejected, subset), else the split's,
 whose column `group` is the subset. `results` is 1 where the chosen response scores higher and 0 elsewhere, as
 RewardBench counts ties.
 

@@ -113,7 +113,7 @@ def completions_of(slots: Slots, eos_ids: Sequence[int], tokenizer: PreTrainedTo
 
     Raises: NotFinite naming the model and the prompts, when it gave logits that are not finite.
     """
-    check_sampled(slots.logprobs[:-1], slots.model)  # the last row is that of idle slots
+    check_sampled(slots.logprobs[:-1], slots.model)  # the last row belongs to idle slots
     args, ends = slots.args, {*eos_ids, *slots.args.eos_ids}
     responses, logprobs, truncated = [], [], []
     for tokens, values, length in zip(slots.tokens[:-1].tolist(), slots.logprobs.tolist(), slots.lengths.tolist()):

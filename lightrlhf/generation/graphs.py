@@ -47,7 +47,7 @@ class BucketLayer(SlabLayer):
     """A layer that writes to a column known on the device alone, and attends to a fixed number of columns."""
 
     is_compileable = True  # transformers makes a mask then without looking at its values
-    column: Tensor  # (1,), that of the next token; shared by all layers
+    column: Tensor  # (1,), the next token's; shared by all layers
     columns: int  # of the bucket
 
     def update(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -125,7 +125,7 @@ class BucketedSlots(Slots):
         self.column.fill_(self.layers[0].end)
 
     def _compute(self) -> None:
-        """What a step does on the device: no shape, address or argument but those of its bucket."""
+        """What a step does on the device: no shape, address or argument but its bucket's."""
         self.mask.index_fill_(1, self.column, True)
         self._decode(self.mask[:, : self.layers[0].columns])
         self.column += 1

@@ -40,7 +40,7 @@ from lightrlhf.generation.server_client import (
 
 MAX_ATTEMPTS = 8  # at a request, after which the program fails
 MAX_REFUSALS = 8  # refused requests, without a reply to any, after which the program fails
-# by finish_reason: those of OpenAI, TGI (eos_token, stop_sequence), Together (eos), xAI (end_turn) and Mistral
+# by finish_reason: of OpenAI, TGI (eos_token, stop_sequence), Together (eos), xAI (end_turn) and Mistral
 TRUNCATED = {"stop": False, "eos_token": False, "stop_sequence": False, "eos": False, "end_turn": False}
 TRUNCATED |= {"length": True, "model_length": True}
 NO_ANSWER = ("content_filter", "tool_calls", "function_call")  # ends that another attempt would not change

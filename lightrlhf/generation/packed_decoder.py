@@ -58,7 +58,7 @@ class Norm:
 class PackedLinear:
     """Linear layers with the same input, and the norm before them, as one product: (S, in) -> (S, sum of out).
 
-    The norm's weights are multiplied into those of the layers. order: of the outputs, if not that of the layers.
+    The norm's weights are multiplied into the layers'. order: of the outputs, if not as the layers.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class PackedDecoder:
     def __call__(self, ids: Tensor, positions: Tensor, attention: Attention, caches: Sequence[RaggedLayer]) -> Tensor:
         """Logits (S, V) after the tokens ids (S,) at positions (S,).
 
-        attention: which columns each slot attends to; caches: those of the layers, to which the tokens' keys and values
+        attention: which columns each slot attends to; caches: the layers', to which the tokens' keys and values
         are added.
         """
         attention.begin_step()
@@ -261,7 +261,7 @@ def is_known(model: PreTrainedModel) -> bool:
     if name not in ARCHITECTURES or not type(model).__module__.startswith("transformers."):
         return False
     layers: Any = model.base_model.layers
-    if any(type(layer).__name__ != f"{name}DecoderLayer" for layer in layers):  # such as those of a sharded model
+    if any(type(layer).__name__ != f"{name}DecoderLayer" for layer in layers):  # as in a sharded model
         return False
     norms = [norm for layer in layers for norm in (layer.input_layernorm, layer.post_attention_layernorm)]
     norms += [norm for layer in layers for norm in norms_of_heads(layer.self_attn)]

@@ -116,7 +116,7 @@ class RolloutSampler:
         return rollout
 
     def _ask(self, served: ServedPolicy, rows: Sequence[Row], noise: Tensor, ahead: Request | None) -> Rollout:
-        """A rollout that servers sample, with the gap between their log-probabilities and those of this process."""
+        """A rollout that servers sample, with the gap between their log-probabilities and this process's."""
         args, prompts = self.run.args, prompt_ids(rows)
         sampled, staleness = served.sample(Request(prompts, noise), ahead)
         batch = sampled_batch(prompts, sampled, self.tokenizer.pad_token_id, self.run.device)

@@ -203,7 +203,7 @@ class ServedPolicy:
     def _suspect(self) -> str:
         """Why a server may have other weights than it was given."""
         if self.args.exchange_adapter:
-            return "an adapter's name was used before, or its base is not that of this run; restart it on the same base"
+            return "an adapter's name was used before, or its base is not this run's; restart it on the same base"
         return "does another trainer use it? restart it on the model that this run starts from"
 
     # ----------------------------------------------------------------------------------------------------- ranks

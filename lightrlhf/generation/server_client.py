@@ -1,6 +1,6 @@
 """HTTP client of servers of models, in a thread of its own: one deadline for a whole reply, and a largest size.
 
-Each request has a connection of its own, so that no surplus answer can pass for that of the next request; that costs
+Each request has a connection of its own, so that no surplus answer can pass for the next one; that costs
 0.2 to 0.4 ms a request to a server on the same machine. Its deadline runs from connecting to the last byte. Its id
 holds a hash of its body: a reply that repeats the id of another request is invalid. The key is read from OPENAI_API_KEY
 and never written.

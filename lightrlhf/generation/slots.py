@@ -105,7 +105,7 @@ class Prefilled(NamedTuple):
 class Slots:
     """Decoding state of the busy rows. It stays on the device, so a step does not synchronise.
 
-    Its tensors change in place, and fewer slots are the first part of them: the address of each is that of its start.
+    Its tensors change in place, and fewer slots are the first part of them: each starts at the same address.
     """
 
     layer_type: type[SlabLayer] = SlabLayer

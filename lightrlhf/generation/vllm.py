@@ -80,7 +80,7 @@ class VLLM:
 
     def __init__(self, client: ServerClient, deadline: float) -> None:
         self.client, self.ask, self.deadline = client, client.ask, deadline
-        self.takes_noise = False  # our own server, whose samples are bitwise those of the local engine
+        self.takes_noise = False  # our own server, whose samples are bitwise the local engine's
         self.model = ""  # name of the served model
         self.adapter = ""  # name of the adapter to sample from; the model itself when empty
         self.settings: dict[str, Any] = {}  # dtype, logprobs_mode and more, where it tells them
@@ -277,7 +277,7 @@ def ordered_choices(reply: Any, count: int) -> list[dict[str, Any]]:
         raise InvalidResponse("a choice without an index")
     ordered = sorted(choices, key=lambda choice: choice["index"])
     if [choice["index"] for choice in ordered] != list(range(count)):
-        raise InvalidResponse("choices whose indices are not those of the request")
+        raise InvalidResponse("choices whose indices are not the request's")
     return ordered
 
 

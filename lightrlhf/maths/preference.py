@@ -272,7 +272,7 @@ LOSSES: dict[str, Loss] = {
     for f in (sigmoid, robust, ipo, hinge, nca_pair, sppo_hard, exo_pair, bco_pair, apo_zero, apo_down, raft, discopop)
 } | (SOFT_LABEL_LOSSES | RANKED_LOSSES | REFERENCE_FREE)
 SMOOTHED = {"sigmoid", "robust", "exo_pair", *RANKED_LOSSES}
-LENGTH_LOSSES = {"sigmoid", "robust", "hinge", "exo_pair", "discopop", *SOFT_LABEL_LOSSES}  # those of z
+LENGTH_LOSSES = {"sigmoid", "robust", "hinge", "exo_pair", "discopop", *SOFT_LABEL_LOSSES}  # of z
 GAP_LOSSES = {"ipo", *LENGTH_LOSSES}
 
 

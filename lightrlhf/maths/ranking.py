@@ -1,6 +1,6 @@
 """Losses that rank all pairs of a step, by micro-batches: their values and slopes first, their gradient afterwards.
 
-Ranks need the log-probabilities of all pairs, gradients only those of a micro-batch. A first pass without gradients
+Ranks need the log-probabilities of all pairs, gradients only a micro-batch's. A first pass without gradients
 finds the derivative of the loss by each log-probability, `loss_slopes`, a second carries it into the weights,
 `ranked_loss`.
 """

@@ -69,7 +69,7 @@ KINDS: dict[type, type] = {nn.Linear: HeldLinear, nn.Embedding: HeldEmbedding}
 
 
 def hold(model: PreTrainedModel) -> None:
-    """Round a model to bfloat16, all but its scalar head, and hold its matrices so, those of `KINDS`.
+    """Round a model to bfloat16, all but its scalar head, and hold its matrices of `KINDS` so.
 
     All else is held in float32. Adapters come later.
     """

@@ -2,7 +2,7 @@
 
 Packing relies on custom attention masks, which some architectures ignore or reject, and of which convolutions, state
 spaces and recurrences know nothing. In a model of small initial weights a leak hardly changes the outputs, and still
-turns gradients round. So the outputs of every module are compared with those of the texts alone, each by its own size.
+turns gradients round. So every module's outputs are compared with its own for the texts alone, each by its size.
 
 Left out: a list of supported architectures.
 """
@@ -108,9 +108,9 @@ def check_room(model: PreTrainedModel, prompts: Sequence[Sequence[int]], args: S
 
 # -------------------------------------------------------------------------------------------------------------- helpers
 def _is_same(role: Policy | ScalarModel, packed: Outputs, width: int, alone: list[tuple[Outputs, list[int]]]) -> bool:
-    """Whether the output of each module for a text in a packed row is that for the text alone.
+    """Whether the output of each module for a text in a packed row is the same as for the text alone.
 
-    packed: outputs of a pass over one row of `width` tokens; alone: those of each text, and its columns in the row.
+    packed: outputs of a pass over one row of `width` tokens; alone: outputs for each text, and its columns in the row.
     """
     compared = 0
     for name, calls in packed.items():

@@ -101,7 +101,7 @@ def _with_pad_token(tokenizer: PreTrainedTokenizerBase, name: str) -> Any:
 
 def end_ids(tokenizer: PreTrainedTokenizerBase, model: Any) -> list[int]:
     """Ids that end a response of a model of transformers: its tokenizer's end token, the tokens with which the chat
-    template ends a turn of words or of tool calls, and those of its generation config.
+    template ends a turn of words or of tool calls, and its generation config's.
 
     If the template ends a turn with several tokens, only the last ends a response. A generation config without any
     control token of the tokenizer is ignored: it was made for another tokenizer.

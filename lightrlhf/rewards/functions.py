@@ -89,7 +89,7 @@ def call_all(function: RewardFunction, responses: Sequence[Response]) -> Any:
 def call_one(function: RewardFunction, response: Response) -> Any:
     """verl's call for one response, or the exception it raised.
 
-    `ground_truth` is the column of that name, else that of `reward_model` (verl's own data), `answer` or `solution`;
+    `ground_truth` is the column of that name, else the one in `reward_model` (verl's own data), `answer` or `solution`;
     `data_source` the column of that name, else `task` or an empty text; `extra_info` that column, else all of them.
     """
     columns = response.columns

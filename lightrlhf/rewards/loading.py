@@ -142,7 +142,7 @@ def load_rewards(
 
 
 def reward_functions(paths: Sequence[str], reward: RewardFunctions | None) -> list[tuple[RewardFunction, str]]:
-    """The functions given from Python, whose path is empty, else those of `--reward_function`, each with its path."""
+    """The functions given from Python, whose path is empty, else by `--reward_function`, each with its path."""
     if reward is None:
         return [(load_function(path, "--reward_function"), path) for path in paths]
     given: Any = reward if isinstance(reward, list | tuple) else [reward]

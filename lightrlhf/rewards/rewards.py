@@ -33,7 +33,7 @@ class Rewards:
     audit: RewardAudit | None = None
 
     def __call__(self, rollout: Rollout, audited: bool = True) -> Scores:
-        """Scores of a rollout's responses, each by itself, and those of the audit unless they are not to be audited."""
+        """Scores of a rollout's responses, each by itself, and the audit's unless they are not to be audited."""
         parts = self.parts([[sample] for sample in samples_of(rollout)])
         device = rollout.input_ids.device
         known = [[math.nan if value is None else value for value in row] for row in parts]

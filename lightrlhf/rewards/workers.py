@@ -3,7 +3,7 @@
 Each process imports the function by its path, and is asked for one response at a time. One that takes longer than its
 limit is killed and replaced; one that dies is replaced. They end with the process that started them, however it ends.
 
-`concurrent.futures` cannot kill a hung worker. `pebble` can, but its workers start as those of `multiprocessing`: as
+`concurrent.futures` cannot kill a hung worker. `pebble` can, but its workers start as in `multiprocessing`: as
 copies of this process after torch has started threads, or as new ones that run the main module again, which for a
 script without `if __name__ == "__main__"` is the training. It also leaves a hung worker behind when this process is
 killed.
@@ -48,7 +48,7 @@ def path_of(function: Callable[..., Any]) -> str:
 
 
 class Worker:
-    """A process that calls the function of a path; `deadline` is that of its present call or of its start."""
+    """A process that calls the function of a path; `deadline` is for its present call or its start."""
 
     def __init__(self, path: str) -> None:
         self.connection, theirs = Pipe()

@@ -16,7 +16,7 @@ from lightrlhf.cli.groups.evaluation import best_metric
 
 
 class Best:
-    """The best value so far of the metric of `--keep_best`; state: that of a checkpoint, which counts if it is of the
+    """The best value so far of the metric of `--keep_best`; state: a checkpoint's, which counts if it is of the
     same metric."""
 
     def __init__(self, args: Any, state: dict[str, Any] | None) -> None:

@@ -60,7 +60,7 @@ class PreferenceArgs(TrainArgs, StartArgs):
 def read_splits(
     read: Callable[[str, str], tuple[list[Row], list[str]]], args: SplitArgs, given: Given | None
 ) -> Splits[Row]:
-    """The rows that `read` gives for a split and a set's folder, with its notes on those of training."""
+    """The rows that `read` gives for a split and a set's folder, with its notes on training rows."""
     loaded = [read("train", folder) for folder in sources(args, given)]
     folders = sources(args, given) if args.eval_interval else []
     held_out = interleave([read("validation", folder)[0] for folder in folders])
@@ -119,7 +119,7 @@ def load_reference(run: Run, start: Start[Policy, Row]) -> Policy:
 
 
 def check_reference(rows: Sequence[Row], logps: Tensor) -> None:
-    """Compare the policy's log-probabilities of rows before the first update, (S, N), with those of the reference.
+    """Compare the policy's log-probabilities of rows before the first update, (S, N), with the reference's.
 
     Gaps are pooled over the tokens of all rows: in bfloat16 a response of two tokens alone may be 0.02 a token off.
     Raises: RunFailure.

@@ -78,7 +78,7 @@ class Phases:
     def save(self) -> None:
         """Write `checkpoint-{step}`: the model as a Hugging Face folder, and the state that a resumed run needs.
 
-        Within a step that has not changed a weight yet, the random state and the loop's state are those of its start.
+        Within a step that has not changed a weight yet, the random state and the loop's state are as at its start.
         Raises: RunFailure, naming the last good checkpoint, when it cannot be written, or a weight, an optimiser's
         state or the loop's own is not finite.
         """

@@ -25,7 +25,7 @@ Item = TypeVar("Item")
 
 
 class Ranks:
-    """This process among those of a run.
+    """This process among the run's.
 
     rank, world_size: data-parallel; num_processes: of all tensor-parallel groups together; is_first: whether this
     process writes and prints. fabric: launched.

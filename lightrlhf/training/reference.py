@@ -122,7 +122,7 @@ def score_before_training(
 
     Call this before `run.setup`, which loads the trained weights of a resumed run.
     score: returns the (S, n) log-probabilities of n rows, on all ranks. digest: hash of what they depend on, see
-    `fingerprint`; a resumed run takes those of its checkpoint if that is the same. phase: named in errors.
+    `fingerprint`; a resumed run takes its checkpoint's if that is the same. phase: named in errors.
     """
     folder = Path(run.data_dirs[0])  # given rows have none
 

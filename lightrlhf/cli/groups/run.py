@@ -14,7 +14,7 @@ class DryRunArgs(Args):
     """Run.
 
     The flag of every program that can be tried before its work is done. The line above is the title of these flags in
-    `--help`, under which those of `RunArgs` follow.
+    `--help`, under which `RunArgs`' flags follow.
     """
 
     dry_run: bool = False
@@ -46,7 +46,7 @@ class RunArgs(DryRunArgs):
     save_interval: int = at_least(1, 500, show="rarely")
     """Steps between checkpoints."""
     save_minutes: float = at_least(0, 15.0, show="rarely")
-    """Minutes between checkpoints that are saved by time, besides those of `save_interval`; 0 disables this."""
+    """Minutes between checkpoints that are saved by time, besides `save_interval`; 0 disables this."""
     keep_last: int = at_least(0, 2, show="rarely")
     """Checkpoints to keep; 0 keeps all."""
     log_interval: int = at_least(1, 5, show="rarely")
