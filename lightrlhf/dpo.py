@@ -101,7 +101,7 @@ class DPOLossArgs(direct_alignment.PreferenceArgs):
     """Weight lambda of the rejected side in u = a - lambda b: const:0.5 (any number), ra, app_1 or app_2; else 1."""
     length_alpha: float = at_least(0, 0.0, needs={"loss_type": preference.LENGTH_LOSSES}, show="rarely")
     """Length correction: reward per token that is attributed to length alone (R-DPO)."""
-    rpo_alpha: float = at_least(0, 0.0, needs={"loss_type": LOSSES}, show="rarely")
+    rpo_alpha: float = at_least(0, 0.0, show="rarely")
     """Weight of the chosen response's negative log-likelihood per token, added to the loss (RPO)."""
 
 
