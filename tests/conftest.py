@@ -133,6 +133,14 @@ def rm_dir(cafe_data, sft_dir, logs):
 
 
 @pytest.fixture(scope="session")
+def unpaired_data(tmp_path_factory, cafe_data):
+    """The café's pairs taken apart, and no pairs."""
+    from helpers.tiny_runs import take_pairs_apart
+
+    return take_pairs_apart(cafe_data, tmp_path_factory.mktemp("unpaired") / "cafe")
+
+
+@pytest.fixture(scope="session")
 def runs(tmp_path_factory, cafe_data, talk_data, tokenizer):
     """What runs of every training program need, and their flags."""
     from helpers.tiny_runs import TinyRuns

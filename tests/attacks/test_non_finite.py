@@ -162,7 +162,7 @@ def test_a_gradient(program, runs, case, tmp_path):
 def marked_data(runs: TinyRuns, program: str, folder: Path) -> tuple[list[str], int]:
     """Flags of data in which one training row alone has the marker, and the row's number."""
     stage = TRAINING[program].data
-    source = runs.pairs if stage == "refuel" else runs.cafe
+    source = {"refuel": runs.pairs, "unpaired": runs.unpaired}.get(stage, runs.cafe)
     shutil.copytree(source, folder)
     path = folder / f"{stage}_train.pt"
     rows = torch.load(path, weights_only=True)

@@ -43,7 +43,7 @@ TESTS = {  # a file: the tests that concern it, the quick ones first
     "lightrlhf/maths/policy_losses.py": "maths/test_policy_losses.py",
     "lightrlhf/maths/macro_actions.py": "maths/test_macro_actions.py",
     "lightrlhf/maths/preference.py": "maths/test_preference_losses.py programs/test_dpo.py",
-    "lightrlhf/maths/unpaired.py": "programs/test_unpaired.py",
+    "lightrlhf/maths/unpaired.py": "programs/test_kto.py",
     "lightrlhf/data/batch.py": "data/test_batch.py models/test_roles.py programs/test_refuel.py",
     "lightrlhf/data/rows.py": "data/test_rows.py data/test_batch.py programs/test_bad_input.py",
     "lightrlhf/generation/engine.py": "generation/test_engine.py generation/test_prefix_cache.py",

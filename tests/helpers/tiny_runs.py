@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import torch
@@ -9,7 +10,7 @@ import torch
 from helpers import CPU, save_model
 from helpers.corridor import save_corridor_model
 from helpers.programs import fields_of, small_flags
-from lightrlhf.data.splits import save_split
+from lightrlhf.data.splits import load_split, save_split
 from lightrlhf.models.tokenizer import store_tokenizer
 from lightrlhf.programs import TRAINING
 
@@ -55,12 +56,14 @@ class TinyRuns:
     def __init__(self, folder: Path, cafe_data: Path, talk_data: Path, tokenizer) -> None:
         self.folder, self.cafe, self.talk = folder, cafe_data, talk_data
         self.model, self.corridor, self.pairs = folder / "llama", folder / "corridor", folder / "dialogues" / "pairs"
+        self.unpaired = folder / "unpaired"
         if (self.pairs / "tokenizer").is_dir():  # the last that is made
             return
         noise = {"attention_dropout": 0.1}  # so that resuming must bring back the random numbers, too
         save_model("llama", self.model, tokenizer, **WIDTH, **noise)
         tokenizer.save_pretrained(self.model)
         save_corridor_model(self.corridor, **WIDTH)
+        take_pairs_apart(self.cafe, self.unpaired)
         for split, number in (("train", 12), ("validation", 4)):
             save_split(self.pairs, "refuel", split, [refuel_row(i) for i in range(number)])
         store_tokenizer(tokenizer, self.pairs)
@@ -68,12 +71,27 @@ class TinyRuns:
     def flags(self, program: str, log_dir: Path, *more: object, steps: int = STEPS) -> list[str]:
         """Flags of a run with a checkpoint every other step, or of two iterations; `more` come last."""
         data, model = TRAINING[program].data, self.model
-        where: dict[str, object] = {"data_dir": {"refuel": self.pairs, "dialogue": self.talk}.get(data, self.cafe)}
+        folders = {"refuel": self.pairs, "dialogue": self.talk, "unpaired": self.unpaired}
+        where: dict[str, object] = {"data_dir": folders.get(data, self.cafe)}
         if data == "environment":
             where, model = {"env": "helpers.corridor:Corridor"}, self.corridor
         every = ITERATIONS if program in ITERATED else RUN | {"max_steps": steps}
         values = {**where, "model_name": model, "log_dir": log_dir, **RATES, **SIZES, **every, **OWN.get(program, {})}
         return [*small_flags(f"lightrlhf.{program}", values), *CPU, *map(str, more)]
+
+
+def take_pairs_apart(cafe: Path, folder: Path) -> Path:
+    """A copy of data with its pairs as labelled responses; of every third pair the chosen one alone."""
+    shutil.copytree(cafe, folder)
+    for split in ("train", "validation", "test"):
+        rows = []
+        for i, pair in enumerate(load_split(folder, "preference", split)):
+            for side in ("chosen", "rejected") if i % 3 else ("chosen",):
+                row = {"prompt_len": pair["prompt_len"], "input_ids": pair[f"{side}_input_ids"]}
+                rows.append({**row, "label": side == "chosen", "columns": {"number": i}})
+        save_split(folder, "unpaired", split, rows)
+        (folder / f"preference_{split}.pt").unlink()
+    return folder
 
 
 def refuel_row(number: int) -> dict:

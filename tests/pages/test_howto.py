@@ -104,7 +104,7 @@ def tiny(module: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def furnished(tmp_path_factory, cafe_data, tokenizer, sft_dir, rm_dir):
+def furnished(tmp_path_factory, cafe_data, unpaired_data, tokenizer, sft_dir, rm_dir):
     """A folder as the pages find it: the café's data and base model, one experiment of each algorithm."""
     folder = tmp_path_factory.mktemp("pages")
     shutil.copytree(cafe_data, folder / "data" / "cafe" / "tiny")
@@ -120,7 +120,8 @@ def furnished(tmp_path_factory, cafe_data, tokenizer, sft_dir, rm_dir):
     data = {"data_dir": folder / "data" / "cafe" / "tiny", "rm_experiment_dir": rm_dir, "sft_experiment_dir": sft_dir}
     for name in EXPLAINED:
         if name not in ("sft", "rm"):
-            flags = small_flags(f"lightrlhf.{name}", data | {"log_dir": folder / "logs"})
+            where = {"data_dir": unpaired_data} if TRAINING[name].data == "unpaired" else {}
+            flags = small_flags(f"lightrlhf.{name}", data | where | {"log_dir": folder / "logs"})
             program = importlib.import_module(f"lightrlhf.{name}")
             program.main([*flags, *tiny(f"lightrlhf.{name}"), *EVERYTHING.get(name, [])])
     return folder

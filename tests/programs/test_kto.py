@@ -29,7 +29,7 @@ from lightrlhf import dpo, kto
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.cli.groups import ModelArgs
 from lightrlhf.data.batch import mismatched_rows
-from lightrlhf.data.splits import load_split, save_split
+from lightrlhf.data.splits import load_split
 from lightrlhf.dpo import DPOArgs
 from lightrlhf.kto import KTOArgs, main, middle
 from lightrlhf.models.loading import load_policy
@@ -38,24 +38,9 @@ from lightrlhf.training.means import RunningMean
 LOSSES = ["kto", "bco"]
 
 
-def unpaired(pairs: list[dict], kept: int = 3) -> list[dict]:
-    """Both responses of each pair, but of every `kept`-th pair only the chosen one: labels are not balanced."""
-    rows = []
-    for i, pair in enumerate(pairs):
-        for side in ("chosen", "rejected") if i % kept else ("chosen",):
-            row = {"prompt_len": pair["prompt_len"], "input_ids": pair[f"{side}_input_ids"]}
-            rows.append({**row, "label": side == "chosen", "columns": {"number": i}})
-    return rows
-
-
 @pytest.fixture(scope="module")
-def data(cafe_data, tmp_path_factory) -> Path:
-    """The café's pairs taken apart, and nothing else."""
-    folder = shutil.copytree(cafe_data, tmp_path_factory.mktemp("unpaired") / "cafe")
-    for split in ("train", "validation", "test"):
-        save_split(folder, "unpaired", split, unpaired(load_split(folder, "preference", split)))
-        (folder / f"preference_{split}.pt").unlink()
-    return folder
+def data(unpaired_data) -> Path:
+    return unpaired_data
 
 
 @pytest.fixture
