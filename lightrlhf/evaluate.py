@@ -271,8 +271,8 @@ def on_pairs(
     data_dir: str,
     tokenizer: PreTrainedTokenizerBase,
 ) -> dict[str, Any]:
-    """How the implicit reward of a DPO policy ranks the pairs of the data; empty where one of them is missing."""
-    has_reward = stored_arg(name, "program") == "dpo" and stored_arg(name, "loss_type") not in REFERENCE_FREE
+    """How the implicit reward of a DPO or KTO policy ranks the pairs of the data; empty where there is none."""
+    has_reward = stored_arg(name, "program") in ("dpo", "kto") and stored_arg(name, "loss_type") not in REFERENCE_FREE
     if not has_reward or not Path(data_dir, f"preference_{args.split}.pt").is_file():
         return {}
     rows = splits.load_split(data_dir, "preference", args.split, args.verify)[: args.num_samples]
@@ -286,7 +286,7 @@ def on_pairs(
 def reference_of(args: EvaluateArgs, name: str) -> tuple[str | None, str]:
     """Reference model of an experiment's KL and implicit rewards, None if it has none, and the flag for errors."""
     reference = args.reference_dir or stored_arg(name, "ref_model") or stored_arg(name, "sft_experiment_dir")
-    started = stored_arg(name, "model_name") if stored_arg(name, "program") == "dpo" else None
+    started = stored_arg(name, "model_name") if stored_arg(name, "program") in ("dpo", "kto") else None
     if reference is None and started not in (None, "tiny"):
         return started, "--model_name"
     return reference, "--reference_dir"
