@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -141,15 +141,15 @@ def child(case: Case, folder: str) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------ in the separate process
 def measure(case: Case, folder: str) -> dict[str, float]:
     """Largest resident bytes of a run, while it loads and while it trains, beyond those before it."""
-    from lightrlhf.training.run import Run
+    from lightrlhf.training.phases import Phases
 
     peaks: dict[str, float] = {}
-    original = Run.phase
+    original = Phases.phase
 
     @contextmanager
-    def phase(self: Run, name: str) -> Iterator[None]:
+    def phase(self: Phases, name: str, rows: Iterable[int] = ()) -> Iterator[None]:
         note("between" if peaks else "loading")
-        with original(self, name):
+        with original(self, name, rows):
             yield
         note(name)
 
@@ -160,7 +160,7 @@ def measure(case: Case, folder: str) -> dict[str, float]:
     tiny = Case("tiny", case.program, 64, case.micro_batch_size, 1, case.flags)
     make(case, folder)
     train(tiny, folder)
-    Run.phase = phase  # type: ignore[assignment]
+    Phases.phase = phase  # type: ignore[method-assign]
     before = resident("VmRSS")
     reset_peak()
     train(case, folder)

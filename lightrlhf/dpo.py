@@ -128,13 +128,13 @@ def train(
     given = {"policy": policy, "tokenizer": tokenizer, "rows": rows}
     run, start = begin(args, DPOArgs, "dpo", load_pairs, load_start, check_texts, given, on_step)
     pad_id = start.tokenizer.pad_token_id
-    num_steps = run.num_steps(start.rows, args.mini_batch_size)
+    num_steps = run.order.num_steps(start.rows, args.mini_batch_size)
     reference = score_reference(run, start, num_steps)
     scored = scoring.with_reference(start.rows + start.held_out, reference.logps)
     pairs, validation = scored[: len(start.rows)], scored[len(start.rows) :]
     model = run.setup("policy", start.policy, args.learning_rate, num_steps)
     if not run.resumed and args.ref_model is None and reference.logps is not None:
-        first = pairs[: max(args.micro_batch_size, run.world_size)]
+        first = pairs[: max(args.micro_batch_size, run.ranks.world_size)]
         direct_alignment.check_reference(first, score_rows(run, model, first, pad_id))
     baseline = RunningMean(**start.resumed.get("baseline", {}))  # of implicit rewards: the delta of bco_pair
     answers = HeldOut(run, start.policy, validation, start.tokenizer)
@@ -145,8 +145,8 @@ def train(
         return evaluate(run, model, validation, pad_id, baseline.value)
 
     for step in run.steps(num_steps):
-        batch = run.global_batch(pairs, step, args.mini_batch_size)
-        mine = run.shard(batch)
+        batch = run.order.global_batch(pairs, step, args.mini_batch_size)
+        mine = run.ranks.shard(batch)
         with run.phase("update"):
             metrics = train_step(run, model, mine, pad_id, baseline.value)
         baseline.update((metrics["rewards/chosen"] + metrics["rewards/rejected"]) * len(batch), 2 * len(batch))
@@ -257,18 +257,18 @@ def make_pairs(args: DPOArgs, rows: list[Row], logps: Tensor, baseline: float = 
 def train_step(run: Run[DPOArgs], model: nn.Module, rows: list[Row], pad_id: int, baseline: float = 0.0) -> Metrics:
     """One optimiser step on this rank's pairs; returns the metrics of the global batch."""
     args = run.args
-    count = run.total(len(rows))
+    count = run.ranks.total(len(rows))
     if args.loss_type in RANKED_LOSSES:
         rows = with_slopes(run, model, rows, pad_id)
     sums = torch.zeros(7, device=run.device)
-    micros = run.pad_passes(micro_batches(rows, args.micro_batch_size))
+    micros = run.ranks.pad_passes(micro_batches(rows, args.micro_batch_size))
     for i, micro in enumerate(micros):
         batch = preference_batch(micro, pad_id).to(run.device)
         with run.accumulate(model, enabled=i + 1 < len(micros)):
             loss, parts = loss_of(args, micro, scoring.sequence_logps(model, batch), baseline)
             run.backward(loss / count, batch.row)
         sums += torch.stack(parts).detach()
-    metrics = pair_metrics(args, (run.sum_over_ranks(sums) / count).tolist())
+    metrics = pair_metrics(args, (run.ranks.sum(sums) / count).tolist())
     losses = {f"train/{name}": metrics.pop(name) for name in ("loss", "preference_loss", "nll")}
     return {**losses, "train/grad_norm": run.optimize("policy"), **metrics}
 
@@ -290,13 +290,13 @@ def with_slopes(run: Run[DPOArgs], model: nn.Module, rows: list[Row], pad_id: in
 
     They come from a first pass over the pairs of all ranks, which draws the dropout of the second.
     """
-    total = int(run.total(len(rows)))
-    here = run.shard(range(total))  # places of this rank's rows in the global batch
+    total = int(run.ranks.total(len(rows)))
+    here = run.ranks.shard(range(total))  # places of this rank's rows in the global batch
     stored = [[row[f"ref_{side}_logps"] for row in rows] for side in ("chosen", "rejected")]
     gathered = torch.zeros(4, total, device=run.device)
     gathered[:2, here] = scoring.score_shard(run, model, rows, partial(preference_batch, pad_id=pad_id), dropout=True)
     gathered[2:, here] = torch.tensor(stored, device=run.device)
-    logps, ref_logps = run.sum_over_ranks(gathered).chunk(2)  # (2, N) each
+    logps, ref_logps = run.ranks.sum(gathered).chunk(2)  # (2, N) each
     args = run.args
 
     def loss(logps: Tensor) -> Tensor:
@@ -341,7 +341,7 @@ def pair_metrics(args: DPOArgs, means: list[float]) -> Metrics:
 @torch.no_grad()
 def evaluate(run: Run[DPOArgs], model: nn.Module, rows: list[Row], pad_id: int, baseline: float = 0.0) -> Metrics:
     """Metrics of (the first `--eval_iters` micro-batches of) a split; a ranked loss ranks all of it together."""
-    rows = run.eval_rows(rows, run.args.micro_batch_size)
+    rows = run.order.eval_rows(rows, run.args.micro_batch_size)
     logps = score_rows(run, model, rows, pad_id).reshape(-1)  # (2N,)
     sums = torch.stack(loss_of(run.args, rows, logps, baseline)[1])
     return {f"val/{name}": value for name, value in pair_metrics(run.args, (sums / len(rows)).tolist()).items()}

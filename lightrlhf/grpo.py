@@ -210,7 +210,7 @@ def train(
     reference = run.freeze(start.policy.reference()) if args.init_kl_coeff else None
     rewards = loading.make_rewards(args, run, reward, backbone=start.policy)
     warn_of_low_rate(run)
-    num_steps = run.num_steps(start.rows, args.rollout_size)
+    num_steps = run.order.num_steps(start.rows, args.rollout_size)
     per_epoch = math.ceil(args.rollout_size * args.num_generations / args.mini_batch_size)
     model = run.setup("policy", start.policy, args.learning_rate, num_steps * args.ppo_epochs * per_epoch)
     sampler = RolloutSampler(run, model, reference, start, responses=args.num_generations)
@@ -231,13 +231,13 @@ def train(
                 fresh = sampler.replace(step, number, equal)  # other prompts for these groups
                 keep = ~torch.isin(rollout.group, equal)  # (B,)
                 metrics["sampling/prompts"] += len(equal)
-                metrics["sampling/wasted_tokens"] += run.total(float(rollout.lengths()[~keep].sum()))
+                metrics["sampling/wasted_tokens"] += run.ranks.total(float(rollout.lengths()[~keep].sum()))
                 scores = scores.replaced(keep, rewards(fresh))
                 rollout = joined([rollout.select(keep), fresh])
         with run.phase("update"):
             gap = rollout.sampling_gap, rollout.action_mask, args.sampling_correction, args.sampling_bound
             correction = sampling_gap.importance_weights(*gap)  # (B, T-1); None where this process samples
-            batch = estimate_advantages(args, rollout, scores, correction, run.sum_over_ranks)
+            batch = estimate_advantages(args, rollout, scores, correction, run.ranks.sum)
             log_rollouts(run, rollout, scores, batch.advantages)
             metrics |= update(run, model, batch, loss, step) | rollout_metrics.failure_metrics(run, scores)
         run.end_step(metrics, rollout, measure)
@@ -261,11 +261,11 @@ def warn_of_low_rate(run: Run[GRPOArgs]) -> None:
 # ------------------------------------------------------------------------------------------- scores and advantages
 def find_equal_groups(run: Run[GRPOArgs], rollout: Rollout, scores: Scores) -> Tensor:
     """Numbers of the groups without two different scores, before penalties of length, (G,); the same on all ranks."""
-    total = combine_scores(run.args, rollout, scores, run.sum_over_ranks)  # (B,)
-    moments = groups.group_moments(total, rollout.group, rollout.num_groups, run.sum_over_ranks)
+    total = combine_scores(run.args, rollout, scores, run.ranks.sum)  # (B,)
+    moments = groups.group_moments(total, rollout.group, rollout.num_groups, run.ranks.sum)
     differ = torch.zeros(rollout.num_groups, dtype=torch.int64, device=run.device)
     differ.index_add_(0, rollout.group, moments.informative.to(differ))
-    return (run.sum_over_ranks(differ) == 0).nonzero()[:, 0]
+    return (run.ranks.sum(differ) == 0).nonzero()[:, 0]
 
 
 def penalize_length(args: GRPOArgs, rollout: Rollout, scores: Tensor) -> Tensor:
@@ -375,11 +375,11 @@ def load_own_loss(path: str) -> policy_losses.TokenLoss:
 def update(run: Run[GRPOArgs], model: nn.Module, batch: GRPOBatch, loss: policy_losses.TokenLoss, step: int) -> Metrics:
     """All optimiser steps of one rollout; averages each metric over the mini-batches that have it."""
     args = run.args
-    num_rows = math.ceil(run.total(len(batch)) / run.world_size)
+    num_rows = math.ceil(run.ranks.total(len(batch)) / run.ranks.world_size)
     parts = (
         minibatch
         for epoch in range(args.ppo_epochs)
-        for minibatch in minibatches(batch, args.mini_batch_size, num_rows, run.generator(step, epoch, -2))
+        for minibatch in minibatches(batch, args.mini_batch_size, num_rows, run.ranks.generator(step, epoch, -2))
     )
     metrics = [update_minibatch(run, model, minibatch, loss) for minibatch in parts]
     known = {name: [row[name] for row in metrics if not math.isnan(row[name])] for name in metrics[0]}
@@ -400,14 +400,14 @@ def update_minibatch(
     """One optimiser step; the gradient does not depend on how micro-batches are cut."""
     args, kl_coeff = run.args, run.args.init_kl_coeff if run.args.kl_placement == "loss" else 0.0
     counted = (minibatch.action_mask, minibatch.group, minibatch.num_groups)
-    weights = policy_losses.token_weights(*counted, args.aggregation, args.max_new_tokens, run.sum_over_ranks)
+    weights = policy_losses.token_weights(*counted, args.aggregation, args.max_new_tokens, run.ranks.sum)
     if minibatch.correction is not None:
         weights = weights * minibatch.correction  # (b, T-1)
     if args.loss_type in policy_losses.LOSSES and not kl_coeff:  # a response without an advantage has no gradient
         learned = (minibatch.advantages != 0).any(1).nonzero()[:, 0]
         minibatch, weights = minibatch.select(learned), weights[learned]
     sums = torch.zeros(5, device=run.device)
-    micros = run.pad_passes(minibatch.by_group(args.micro_batch_size))
+    micros = run.ranks.pad_passes(minibatch.by_group(args.micro_batch_size))
     for i, rows in enumerate(micros):
         micro = minibatch.select(rows)
         mask = micro.action_mask
@@ -426,7 +426,7 @@ def update_minibatch(
             outside = ((used < 1 - args.clip_coeff) | (used > 1 + args.upper_range)).float()
             terms = [outside.sum(), (ratio - 1 - difference[mask]).sum(), ratio.sum(), mask.sum()]
             sums += torch.stack([total.detach(), *terms])
-    total, *of_tokens, count = run.sum_over_ranks(sums).tolist()
+    total, *of_tokens, count = run.ranks.sum(sums).tolist()
     means = [value / count if count else math.nan for value in of_tokens]  # where none has an advantage there is none
     named = dict(zip(("policy/clipfrac", "policy/approxkl", "policy/ratio"), means))
     return {"policy/loss": total, **named, "policy/grad_norm": run.optimize("policy")}

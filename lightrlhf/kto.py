@@ -84,7 +84,7 @@ def train(
     given = {"policy": policy, "tokenizer": tokenizer, "rows": rows}
     run, start = begin(args, KTOArgs, "kto", load_responses, load_start, check_texts, given, on_step)
     pad_id = start.tokenizer.pad_token_id
-    num_steps = run.num_steps(start.rows, args.mini_batch_size)
+    num_steps = run.order.num_steps(start.rows, args.mini_batch_size)
     mismatches = Mismatches(run, start, num_steps) if args.loss_type == "kto" else None
     reference = score_reference(run, start, num_steps, mismatches)
     scored = scoring.with_reference(start.rows + start.held_out, reference.logps)
@@ -94,7 +94,7 @@ def train(
         validation = mismatches.add(validation, -1)
     model = run.setup("policy", start.policy, args.learning_rate, num_steps)
     if not run.resumed and args.ref_model is None:
-        first = responses[: max(args.micro_batch_size, run.world_size)]
+        first = responses[: max(args.micro_batch_size, run.ranks.world_size)]
         direct_alignment.check_reference(first, score_rows(run, model, first, pad_id))
     good, bad = (RunningMean(**start.resumed.get(label, {})) for label in ("good", "bad"))  # of implicit rewards
     answers = HeldOut(run, start.policy, validation, start.tokenizer)
@@ -106,8 +106,8 @@ def train(
         return evaluate(run, model, validation, pad_id, middle(good, bad))
 
     for step in run.steps(num_steps):
-        batch = run.global_batch(responses, step, args.mini_batch_size)
-        mine = run.shard(mismatches.add(batch, step) if mismatches else batch)
+        batch = run.order.global_batch(responses, step, args.mini_batch_size)
+        mine = run.ranks.shard(mismatches.add(batch, step) if mismatches else batch)
         with run.phase("update"):
             metrics = train_step(run, model, mine, pad_id, middle(good, bad))
         num_good = sum(row["label"] for row in batch)
@@ -177,7 +177,7 @@ class Mismatches:
         self.blocks = scoring.blocks(run, num_steps, of_dry_run=run.dry is not None)
         self.width = longest_text(self.data)
         args = run.args
-        self.size = args.mini_batch_size * run.world_size
+        self.size = args.mini_batch_size * run.ranks.world_size
         self.key = (len(self.rows), args.seed, self.size, *args.data_weights)
         self.logps: Tensor | None = None  # (1, N) of all places, once they are scored
         self._last: tuple[int, list[Row]] = -2, []  # a step and its mismatched rows
@@ -216,7 +216,7 @@ class Mismatches:
         return first if step < 0 else first + len(self.validation) + step * self.size
 
     def _batch(self, step: int) -> list[Row]:
-        return self.run.global_batch(self.rows, step, self.run.args.mini_batch_size)
+        return self.run.order.global_batch(self.rows, step, self.run.args.mini_batch_size)
 
     def _mismatched(self, batch: list[Row]) -> list[Row]:
         return mismatched_rows(batch, self.rows, self.width)
@@ -251,8 +251,8 @@ def reference_point(run: Run[KTOArgs], model: nn.Module, rows: list[Row], pad_id
     others = [row["mismatch"] for row in rows]
     reference = torch.tensor([other["ref_logps"] for other in others], device=run.device)
     logps = scoring.score_shard(run, model, others, partial(unpaired_batch, pad_id=pad_id), sides=1)[0]
-    total = run.sum_over_ranks((logps - reference).sum())
-    return run.args.beta * max(float(total) / run.total(len(rows)), 0.0)
+    total = run.ranks.sum((logps - reference).sum())
+    return run.args.beta * max(float(total) / run.ranks.total(len(rows)), 0.0)
 
 
 # -------------------------------------------------------------------------------------------------------- learning
@@ -272,10 +272,10 @@ def make_responses(args: KTOArgs, rows: list[Row], logps: Tensor, point: float) 
 def train_step(run: Run[KTOArgs], model: nn.Module, rows: list[Row], pad_id: int, delta: float = 0.0) -> Metrics:
     """One optimiser step on this rank's responses; returns the metrics of the global batch. delta: BCO's d."""
     args = run.args
-    count = run.total(len(rows))
+    count = run.ranks.total(len(rows))
     point = reference_point(run, model, rows, pad_id) if args.loss_type == "kto" else delta
     sums = torch.zeros(8, device=run.device)
-    micros = run.pad_passes(micro_batches(rows, args.micro_batch_size))
+    micros = run.ranks.pad_passes(micro_batches(rows, args.micro_batch_size))
     for i, micro in enumerate(micros):
         batch = unpaired_batch(micro, pad_id).to(run.device)
         with run.accumulate(model, enabled=i + 1 < len(micros)):
@@ -283,7 +283,7 @@ def train_step(run: Run[KTOArgs], model: nn.Module, rows: list[Row], pad_id: int
             loss = UNPAIRED_LOSSES[args.loss_type](responses).sum()
             run.backward(loss / count, batch.row)
         sums += torch.stack([loss, *response_sums(responses)]).detach()
-    loss, *means = (run.sum_over_ranks(sums) / count).tolist()
+    loss, *means = (run.ranks.sum(sums) / count).tolist()
     return {"train/loss": loss, "train/grad_norm": run.optimize("policy"), **response_metrics(means, point)}
 
 
@@ -314,8 +314,8 @@ def response_metrics(means: Sequence[float], point: float) -> Metrics:
 def evaluate(run: Run[KTOArgs], model: nn.Module, rows: list[Row], pad_id: int, delta: float = 0.0) -> Metrics:
     """Metrics of (the first `--eval_iters` micro-batches of) a split; delta: BCO's d."""
     args = run.args
-    rows = run.eval_rows(rows, args.micro_batch_size)
-    point = reference_point(run, model, run.shard(rows), pad_id) if args.loss_type == "kto" else delta
+    rows = run.order.eval_rows(rows, args.micro_batch_size)
+    point = reference_point(run, model, run.ranks.shard(rows), pad_id) if args.loss_type == "kto" else delta
     responses = make_responses(args, rows, score_rows(run, model, rows, pad_id)[0], point)
     sums = torch.stack([UNPAIRED_LOSSES[args.loss_type](responses).sum(), *response_sums(responses)])
     loss, *means = (sums / len(rows)).tolist()

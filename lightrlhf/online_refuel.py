@@ -105,7 +105,10 @@ def train(
     reference = run.freeze(start.policy.reference())
     settings = (args, run.device, args.rollout_mini_batch_size, reward)
     scorer = load_rewards(*settings, wrap_prompts=args.rm_chat_template, grouped=True).of_groups
-    num_steps, num_parts = run.num_steps(rows, args.rollout_size), math.ceil(args.rollout_size / args.mini_batch_size)
+    num_steps, num_parts = (
+        run.order.num_steps(rows, args.rollout_size),
+        math.ceil(args.rollout_size / args.mini_batch_size),
+    )
     model = run.setup("policy", start.policy, args.learning_rate, num_steps * args.ppo_epochs * num_parts)
     served = ServedSampler(args, start.policy, start.tokenizer, run) if args.rollout_server else None
     sampler = DialogueSampler(run, model, user or recorded_user, start.tokenizer, served)
@@ -117,13 +120,15 @@ def train(
 
     for step in run.steps(num_steps):
         drawn = run.order.draw(len(rows), step, args.rollout_size)
-        mine = [rows[i] for i in run.shard(drawn)]
+        mine = [rows[i] for i in run.ranks.shard(drawn)]
         with run.phase("rollout", [row.index for row in mine]):
             pairs, metrics = make_pairs(run, sampler, reference, scorer, mine)
         with run.phase("update"):
-            parts = min(num_parts, len(drawn) // run.world_size)  # equally many on each rank
+            parts = min(num_parts, len(drawn) // run.ranks.world_size)  # equally many on each rank
             for epoch in range(args.ppo_epochs):
-                order = torch.randperm(len(pairs.rows), generator=run.generator(step, epoch, run.rank)).tolist()
+                order = torch.randperm(
+                    len(pairs.rows), generator=run.ranks.generator(step, epoch, run.ranks.rank)
+                ).tolist()
                 for part in range(parts):
                     index = order[len(order) * part // parts : len(order) * (part + 1) // parts]
                     metrics |= refuel.train_step(run, model, pairs.select(index), pad_id)
@@ -222,13 +227,11 @@ def make_pairs(
     valid = given.isfinite().all(0).expand_as(given)  # (2, B)
     rewards = torch.where(valid, given - args.init_kl_coeff * kl, 0.0)
     if args.whiten_rewards:
-        rewards = whiten(rewards, valid, sum_over_ranks=run.sum_over_ranks)
+        rewards = whiten(rewards, valid, sum_over_ranks=run.ranks.sum)
     sums = to_float64(torch.stack([valid.sum(), torch.where(valid, given, 0.0).sum(), rewards.sum(), kl.sum()]))
     tokens = sum(int(row[f"{side}_action_mask"].sum()) for row in pair_rows for side in refuel.SIDES)
     counts = torch.tensor([kl.numel(), sum(truncated), tokens], device=sums.device)
-    num_valid, score, reward, ratio, num_sides, num_cut, num_tokens = run.sum_over_ranks(
-        torch.cat([sums, counts])
-    ).tolist()
+    num_valid, score, reward, ratio, num_sides, num_cut, num_tokens = run.ranks.sum(torch.cat([sums, counts])).tolist()
     served = {} if sampler.served is None else sampler.served.metrics
     gap = {name: served[name] for name in GAP if name in served}
     return refuel.Pairs(pair_rows, rewards, old), gap | {
@@ -276,11 +279,11 @@ def evaluate(
 
     Of those that have one; NaN where there is none.
     """
-    shard = run.shard(run.eval_rows(rows, run.args.rollout_mini_batch_size))
+    shard = run.ranks.shard(run.order.eval_rows(rows, run.args.rollout_mini_batch_size))
     starts, ends = [row.before(0) for row in shard], [row.num_turns for row in shard]
     dialogues = sampler.roll_out(starts, ends, -1)
     scores = [score for score in score_dialogues(scorer, dialogues) if score is not None]
-    total, count = run.total(sum(scores)), run.total(len(scores))
+    total, count = run.ranks.total(sum(scores)), run.ranks.total(len(scores))
     return {"val/score": total / count if count else math.nan}
 
 

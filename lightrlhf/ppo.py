@@ -187,7 +187,7 @@ def train(
     rewards = make_rewards(args, run, reward, backbone=start.policy, keeps_infinite=args.clip_rewards)
     parser = make_parser(args.parser, args.parser_model) if args.termination_condition == "parsing" else None
     critic = load_critic(args, start.tokenizer, start.policy, is_given=policy is not None)
-    num_steps = run.num_steps(start.rows, args.rollout_size)
+    num_steps = run.order.num_steps(start.rows, args.rollout_size)
     num_updates = num_steps * args.ppo_epochs * math.ceil(args.rollout_size / args.mini_batch_size)
     model = run.setup("policy", start.policy, args.actor_learning_rate, num_updates)
     value_model = run.setup("critic", critic, args.critic_learning_rate, num_updates)
@@ -200,17 +200,17 @@ def train(
     for step in run.steps(num_steps):
         with run.phase("rollout"):
             rollout = sampler.sample(step)  # a response to each prompt, (B, T)
-            num_rows = int(run.total(len(rollout)))  # of all ranks
+            num_rows = int(run.ranks.total(len(rollout)))  # of all ranks
         with run.phase("score"):
             scores = bound_scores(args, rollout, rewards(rollout))  # (B,) by each reward, their weights, and the audit
             scored = rollout.masked(~scores.total.isnan())
             values = predict_values(value_model, scored, args.rollout_mini_batch_size)  # (B, T-1)
             by_token = kl.token_rewards(scored, scores.total, kl_coeff.value, args.kl_estimator)  # (B, T-1)
-            lengths = run.noise(num_rows, REPEATED_LENGTHS, step, -1)  # of macro actions, where they are random
+            lengths = run.ranks.noise(num_rows, REPEATED_LENGTHS, step, -1)  # of macro actions, where they are random
             segments, parse_failures = segment_responses(args, scored, lengths, parser)  # (B, T-1)
             gap = rollout.sampling_gap, rollout.action_mask, args.sampling_correction, args.sampling_bound
             correction = sampling_gap.importance_weights(*gap)  # (B, T-1); None where this process samples
-            batch = estimate_advantages(args, scored, by_token, values, segments, correction, run.sum_over_ranks)
+            batch = estimate_advantages(args, scored, by_token, values, segments, correction, run.ranks.sum)
         log_rollouts(run, rollout, scores, batch.advantages, values)
         with run.phase("update"):
             metrics = update(run, model, value_model, batch, step)
@@ -317,11 +317,11 @@ def minibatches(batch: PPOBatch, size: int, num_rows: int, generator: torch.Gene
 def update(run: Run[PPOArgs], actor: nn.Module, critic: nn.Module, batch: PPOBatch, step: int) -> Metrics:
     """All optimiser steps of one rollout, or those until `--max_kl` is exceeded; returns means over them."""
     args = run.args
-    num_rows = int(run.total(len(batch)) + run.world_size - 1) // run.world_size
+    num_rows = int(run.ranks.total(len(batch)) + run.ranks.world_size - 1) // run.ranks.world_size
     parts = (
         minibatch
         for epoch in range(args.ppo_epochs)
-        for minibatch in minibatches(batch, args.mini_batch_size, num_rows, run.generator(step, epoch))
+        for minibatch in minibatches(batch, args.mini_batch_size, num_rows, run.ranks.generator(step, epoch))
     )
     metrics = []
     for minibatch in parts:
@@ -330,16 +330,16 @@ def update(run: Run[PPOArgs], actor: nn.Module, critic: nn.Module, batch: PPOBat
         if args.max_kl is not None and approxkl > args.max_kl:
             break
     means = {name: sum(row[name] for row in metrics) / len(metrics) for name in metrics[0]}
-    run.skip_updates(args.ppo_epochs * math.ceil(num_rows / args.mini_batch_size) - len(metrics))
+    run.learners.skip_updates(args.ppo_epochs * math.ceil(num_rows / args.mini_batch_size) - len(metrics))
     return means | {"policy/updates": len(metrics)}
 
 
 def update_minibatch(run: Run[PPOArgs], actor: nn.Module, critic: nn.Module, minibatch: PPOBatch) -> Metrics:
     """One optimiser step of actor and critic; the gradient does not depend on the size of micro-batches."""
     args = run.args
-    count = max(run.total(minibatch.num_actions), 1.0)
+    count = max(run.ranks.total(minibatch.num_actions), 1.0)
     sums = torch.zeros(5, device=run.device)
-    micros = run.pad_passes(minibatch.by_length(args.micro_batch_size))
+    micros = run.ranks.pad_passes(minibatch.by_length(args.micro_batch_size))
     for i, rows in enumerate(micros):
         micro = minibatch.select(rows)
         more = i + 1 < len(micros)
@@ -358,7 +358,7 @@ def update_minibatch(run: Run[PPOArgs], actor: nn.Module, critic: nn.Module, min
             ratio = difference.exp()
             outside = ((ratio - 1).abs() > args.clip_coeff).float()
             sums += torch.stack([loss, critic_loss, outside.sum(), (ratio - 1 - difference).sum(), ratio.sum()])
-    policy, value, clipfrac, approxkl, mean_ratio = (run.sum_over_ranks(sums) / count).tolist()
+    policy, value, clipfrac, approxkl, mean_ratio = (run.ranks.sum(sums) / count).tolist()
     return {
         "policy/loss": policy,
         "policy/clipfrac": clipfrac,
@@ -374,10 +374,10 @@ def update_minibatch(run: Run[PPOArgs], actor: nn.Module, critic: nn.Module, min
 def macro_metrics(run: Run[PPOArgs], batch: PPOBatch, parse_failures: int) -> Metrics:
     """Mean length of macro actions, share of scored responses not parsed, and explained variance, over all ranks."""
     num_scored = int(batch.action_mask.any(1).sum())
-    variance = ops.explained_variance(batch.values, batch.returns, batch.action_mask, run.sum_over_ranks)
+    variance = ops.explained_variance(batch.values, batch.returns, batch.action_mask, run.ranks.sum)
     return {
-        "completions/macro_length": run.total(batch.num_actions) / max(run.total(batch.num_segments), 1.0),
-        "completions/parse_failures": run.total(parse_failures) / max(run.total(num_scored), 1.0),
+        "completions/macro_length": run.ranks.total(batch.num_actions) / max(run.ranks.total(batch.num_segments), 1.0),
+        "completions/parse_failures": run.ranks.total(parse_failures) / max(run.ranks.total(num_scored), 1.0),
         "value/explained_variance": float(variance),
     }
 

@@ -186,7 +186,7 @@ def train(
     num_starts = args.rollout_size // args.num_generations  # of an iteration, on each device
     every_start = [start for pool in pools.values() for start in pool]
     run.order.name_rows("starts", every_start)
-    num_steps = run.num_steps(every_start, num_starts)
+    num_steps = run.order.num_steps(every_start, num_starts)
     if num_steps < len(stages):
         raise UsageError(f"--max_steps {num_steps} is less than the {len(stages)} stages of the curriculum")
     agent = load_agent(run, num_choices(made[0], args), policy, tokenizer)
@@ -201,10 +201,10 @@ def train(
 
     for step in run.steps(num_steps):
         stage = stages[stage_index := step * len(stages) // num_steps]
-        draw = (step, num_starts * run.world_size, args.seed, args.num_generations, args.leaveout_prob)
-        rows, starts = (run.shard(drawn) for drawn in curriculum.starts_of(stage, pools, *draw))
+        draw = (step, num_starts * run.ranks.world_size, args.seed, args.num_generations, args.leaveout_prob)
+        rows, starts = (run.ranks.shard(drawn) for drawn in curriculum.starts_of(stage, pools, *draw))
         with run.phase("rollout", rows), run.autocast():
-            episodes = play(made, starts, agent, f"{args.seed}/train/{step}/{run.rank}", stage.max_decisions)
+            episodes = play(made, starts, agent, f"{args.seed}/train/{step}/{run.ranks.rank}", stage.max_decisions)
             agent.wait_for_others()
         with run.phase("update"):
             played = agent.compare(run, actor, agent.batch(episodes, rows).to(run.device))  # decisions, (B, T)
@@ -212,7 +212,7 @@ def train(
             correction = sampling_gap.importance_weights(*gap)  # (B, T-1); None where this process samples
             penalized, log_ratio = penalize_rewards(run, played, reference, agent)  # (B,); (B, T-1)
             values = predict_values(run, value_model, played)  # (B,)
-            batch = estimate_advantages(args, played, penalized, values, correction, run.sum_over_ranks)
+            batch = estimate_advantages(args, played, penalized, values, correction, run.ranks.sum)
             columns = {"advantages": batch.advantages} | ({"values": values} if args.use_critic else {})
             log_episodes(run, episodes, batch, agent.tokenizer, args.num_generations, log_ratio, **columns)
             metrics = update(run, actor, value_model, batch, agent, step)
@@ -364,7 +364,7 @@ def update(
     metrics = {name: sum(row[name] for row in rows) / len(rows) for name in rows[0]}
     if critic is not None:
         counted = torch.ones_like(batch.returns, dtype=torch.bool)
-        explained = ops.explained_variance(batch.values, batch.returns, counted, run.sum_over_ranks)
+        explained = ops.explained_variance(batch.values, batch.returns, counted, run.ranks.sum)
         metrics["value/explained_variance"] = float(explained)
     return metrics
 
@@ -375,9 +375,9 @@ def minibatches(run: Run[ReflectRLArgs], batch: DecisionBatch, step: int) -> Ite
     if args.trainer == "pg":
         yield batch
         return
-    parts = math.ceil(max(run.gather(len(batch))) / args.mini_batch_size)
+    parts = math.ceil(max(run.ranks.gather(len(batch))) / args.mini_batch_size)
     for epoch in range(args.ppo_epochs):
-        order = torch.randperm(len(batch), generator=run.generator(step, epoch, run.rank))
+        order = torch.randperm(len(batch), generator=run.ranks.generator(step, epoch, run.ranks.rank))
         for rows in order.tensor_split(parts):
             yield batch.select(rows.to(batch.input_ids.device))
 
@@ -392,7 +392,7 @@ def update_minibatch(
 ) -> Metrics:
     """One optimiser step of policy and critic; the gradient does not depend on how micro-batches are cut."""
     args = run.args
-    total = max(run.total(len(batch)), 1.0)  # decisions of all ranks
+    total = max(run.ranks.total(len(batch)), 1.0)  # decisions of all ranks
     losses = torch.zeros(2, device=run.device)  # of policy and critic
     sums: dict[str, Tensor] = {}
     counts: dict[str, int] = {}
@@ -412,10 +412,10 @@ def update_minibatch(
         for name, values in measured.items():
             sums[name] = sums.get(name, torch.zeros((), device=run.device)) + values.sum()
             counts[name] = counts.get(name, 0) + len(values)
-    policy, value = (run.sum_over_ranks(losses) / total).tolist()
+    policy, value = (run.ranks.sum(losses) / total).tolist()
     metrics = {"policy/loss": policy, "policy/grad_norm": run.optimize("policy")}
     for name in sums:
-        metrics[name] = float(run.sum_over_ranks(sums[name]) / max(run.total(counts[name]), 1.0))
+        metrics[name] = float(run.ranks.sum(sums[name]) / max(run.ranks.total(counts[name]), 1.0))
     if critic is not None:
         metrics |= {"value/loss": value, "value/grad_norm": run.optimize("critic")}
     return metrics
@@ -440,7 +440,7 @@ def replay_step(
     replay.enter(stage.levels)
     metrics: Metrics = {"replay/size": len(replay.episodes)}
     if replay.episodes:
-        order = torch.randperm(len(replay.episodes), generator=run.generator(run.step, -2)).tolist()
+        order = torch.randperm(len(replay.episodes), generator=run.ranks.generator(run.step, -2)).tolist()
         played = agent.batch([replay.episodes[i] for i in order[: len(episodes)]]).to(run.device)
         values = torch.zeros_like(played.rewards)
         advantages, returns = ops.episode_gae(played.rewards, values, played.episode, args.gae_gamma, args.gae_lambd)
@@ -459,10 +459,10 @@ def evaluate(
     """Sampled episodes from validation starts of the curriculum's levels, with the same random numbers each time."""
     args = run.args
     levels = sorted({level for stage in stages for level in stage.levels})
-    share = run.eval_iters and max(run.eval_iters * args.num_envs // len(levels), 1)
+    share = run.order.eval_iters and max(run.order.eval_iters * args.num_envs // len(levels), 1)
     starts = [start for level in levels for start in envs[0].starts("validation", level)[:share]]
     with run.autocast():
-        episodes = play(envs, run.shard(starts), agent, f"{args.seed}/validation/{run.rank}")
+        episodes = play(envs, run.ranks.shard(starts), agent, f"{args.seed}/validation/{run.ranks.rank}")
         agent.wait_for_others()
     write_trajectories(run, episodes)
     return held_out_metrics(run, episodes, envs[0].levels)

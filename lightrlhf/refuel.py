@@ -146,7 +146,7 @@ def train(
     given = {"policy": policy, "tokenizer": tokenizer, "rows": rows}
     run, start = begin(args, RefuelArgs, "refuel", load_pairs, load_start, check_texts, given, on_step)
     pad_id = start.tokenizer.pad_token_id
-    num_steps = run.num_steps(start.rows, args.mini_batch_size)
+    num_steps = run.order.num_steps(start.rows, args.mini_batch_size)
     old = score_old(run, start, num_steps)  # S_old
     pairs, validation = make_pairs(run, start, old)
     model = run.setup("policy", start.policy, args.learning_rate, num_steps)
@@ -158,7 +158,7 @@ def train(
         return validate(run, model, validation, pad_id) if validation.rows else {}
 
     for step in run.steps(num_steps):
-        mine = pairs.draw(run.shard(run.order.draw(len(pairs.rows), step, args.mini_batch_size)))
+        mine = pairs.draw(run.ranks.shard(run.order.draw(len(pairs.rows), step, args.mini_batch_size)))
         with run.phase("update"):
             metrics = train_step(run, model, mine, pad_id)
         run.end_step(metrics, mine.rows, measure)
@@ -210,8 +210,8 @@ def score_old(run: Run[RefuelArgs], start: Start[Policy, Row], num_steps: int) -
 def train_step(run: Run[Any], model: nn.Module, pairs: Pairs, pad_id: int) -> Metrics:
     """One optimiser step on the pairs of all ranks, `pairs` being this rank's; returns their metrics."""
     sums = torch.zeros(6, device=run.device)
-    total = run.total(len(pairs.rows))
-    micros = run.pad_passes(micro_batch_indices(pairs.rows, run.args.micro_batch_size))
+    total = run.ranks.total(len(pairs.rows))
+    micros = run.ranks.pad_passes(micro_batch_indices(pairs.rows, run.args.micro_batch_size))
     for i, index in enumerate(micros):
         micro = pairs.select(index)
         batch = dialogue_pair_batch(micro.rows, pad_id).to(run.device)
@@ -220,7 +220,7 @@ def train_step(run: Run[Any], model: nn.Module, pairs: Pairs, pad_id: int) -> Me
             losses, micro_sums = pair_losses(run.args, logps, micro)
             run.backward(losses.sum() / total, batch.row)
         sums += micro_sums
-    metrics = mean_metrics("train/", (run.sum_over_ranks(sums) / total).tolist())
+    metrics = mean_metrics("train/", (run.ranks.sum(sums) / total).tolist())
     return {**metrics, "train/grad_norm": run.optimize("policy")}
 
 
@@ -245,7 +245,7 @@ def mean_metrics(prefix: str, means: Sequence[float]) -> Metrics:
 
 def validate(run: Run[RefuelArgs], model: nn.Module, pairs: Pairs, pad_id: int) -> Metrics:
     """The metrics of `train_step` on (the first `--eval_iters` micro-batches of) the validation pairs."""
-    pairs = pairs.select(run.eval_rows(range(len(pairs.rows)), run.args.micro_batch_size))
+    pairs = pairs.select(run.order.eval_rows(range(len(pairs.rows)), run.args.micro_batch_size))
     _, sums = pair_losses(run.args, score_rows(run, model, pairs.rows, pad_id).reshape(-1), pairs)
     return mean_metrics("val/", (sums / len(pairs.rows)).tolist())
 
@@ -260,7 +260,7 @@ def log_replies(
             sides = {side: torch.as_tensor(pair[f"{side}_input_ids"]).tolist() for side in SIDES}
             start = int(torch.as_tensor(pair["chosen_action_mask"]).long().argmax()) + 1
             prefix = sides["chosen"][:start]
-            noise = torch.rand(1, run.args.max_new_tokens, generator=run.generator(-1))
+            noise = torch.rand(1, run.args.max_new_tokens, generator=run.ranks.generator(-1))
             new = generate(policy, [prefix], run.args, ends, noise, 1, tokenizer)
             replies = {f"{side}_reply": decode(tokenizer, ids[start:]) for side, ids in sides.items()}
             cut = new.truncated[0]

@@ -147,7 +147,7 @@ def train(
     run, start = begin(args, RMArgs, "rm", load_comparisons, load_reward_model, check_texts, given, on_step)
     separate_pad_token(start.policy, start.tokenizer)
     pad_id = start.tokenizer.pad_token_id
-    num_steps = run.num_steps(start.rows, args.mini_batch_size)
+    num_steps = run.order.num_steps(start.rows, args.mini_batch_size)
     model = run.setup("reward", start.policy, args.learning_rate, num_steps)
 
     @functools.lru_cache(1)
@@ -157,7 +157,7 @@ def train(
 
     run.keep(start.policy, start.tokenizer, files=lambda: {STATISTICS: json.dumps(measure(run.step)[1])})
     for step in run.steps(num_steps):
-        batch = run.shard(run.global_batch(start.rows, step, args.mini_batch_size))
+        batch = run.ranks.shard(run.order.global_batch(start.rows, step, args.mini_batch_size))
         with run.phase("update"):
             metrics = train_step(run, model, batch, pad_id)
         run.end_step(metrics, batch, lambda: measure(run.step)[0], at_saves=True)
@@ -217,9 +217,9 @@ def reward_metrics(chosen: float, rejected: float, accuracy: float) -> Metrics:
 def train_step(run: Run[RMArgs], model: nn.Module, rows: list[Row], pad_id: int) -> Metrics:
     """One optimiser step on this rank's pairs; returns the metrics of the global batch."""
     args = run.args
-    count = run.total(len(rows))
+    count = run.ranks.total(len(rows))
     sums = torch.zeros(4, device=run.device)
-    micros = run.pad_passes(micro_batches(rows, args.micro_batch_size))
+    micros = run.ranks.pad_passes(micro_batches(rows, args.micro_batch_size))
     for i, micro in enumerate(micros):
         batch = preference_batch(micro, pad_id).to(run.device)
         with run.accumulate(model, enabled=i + 1 < len(micros)):
@@ -227,24 +227,24 @@ def train_step(run: Run[RMArgs], model: nn.Module, rows: list[Row], pad_id: int)
             loss = LOSSES[args.loss_type](scores, batch.input_ids, batch.attention_mask).sum()
             run.backward(loss / count, batch.row)
         sums += torch.stack([loss.detach(), *pair_sums(scores.detach(), batch.attention_mask)])
-    loss, *rewards = (run.sum_over_ranks(sums) / count).tolist()
+    loss, *rewards = (run.ranks.sum(sums) / count).tolist()
     return {"train/loss": loss, "train/grad_norm": run.optimize("reward"), **reward_metrics(*rewards)}
 
 
 def evaluate(run: Run[RMArgs], model: nn.Module, rows: list[Row], pad_id: int) -> tuple[Metrics, Metrics]:
     """Metrics of (the first `--eval_iters` micro-batches of) a split, and mean and deviation of all its scores."""
     args = run.args
-    rows = run.eval_rows(rows, args.micro_batch_size)
+    rows = run.order.eval_rows(rows, args.micro_batch_size)
     sums = torch.zeros(7, dtype=torch.float64, device=float64_device(run.device))
     with inference(model):
-        for micro in run.pad_passes(micro_batches(run.shard(rows), args.micro_batch_size)):
+        for micro in run.ranks.pad_passes(micro_batches(run.ranks.shard(rows), args.micro_batch_size)):
             batch = preference_batch(micro, pad_id).to(run.device)
             scores = model(batch.input_ids, batch.attention_mask, batch.group)  # (2B, T)
             loss = LOSSES[args.loss_type](scores, batch.input_ids, batch.attention_mask).sum()
             ends = end_scores(scores, batch.attention_mask)  # (2B,)
             parts = [loss, *pair_sums(scores, batch.attention_mask), ends.sum(), ends.pow(2).sum()]
             sums += to_float64(torch.stack([*parts, torch.tensor(float(len(micro)), device=run.device)]))
-    *totals, count = run.sum_over_ranks(sums).tolist()
+    *totals, count = run.ranks.sum(sums).tolist()
     loss, chosen, rejected, right, total, squares = (value / count for value in totals)
     mean, metrics = total / 2, reward_metrics(chosen, rejected, right)
     statistics = {"mean": mean, "std": max(squares / 2 - mean * mean, 0.0) ** 0.5}

@@ -77,7 +77,7 @@ def train(
     given, load = {"policy": policy, "tokenizer": tokenizer, "rows": rows}, partial(load_splits, "finetune")
     run, start = begin(args, SFTArgs, "sft", load, load_start, check_texts, given, on_step)
     pad_id = start.tokenizer.pad_token_id
-    num_steps = run.num_steps(start.rows, args.mini_batch_size)
+    num_steps = run.order.num_steps(start.rows, args.mini_batch_size)
     model = run.setup("policy", start.policy, args.learning_rate, num_steps)
     answers = HeldOut(run, start.policy, start.held_out, start.tokenizer)
     run.keep(start.policy, start.tokenizer)
@@ -88,7 +88,7 @@ def train(
         return {"val/loss": loss, "val/perplexity": math.exp(min(loss, 50))}
 
     for step in run.steps(num_steps):
-        batch = run.shard(run.global_batch(start.rows, step, args.mini_batch_size))
+        batch = run.ranks.shard(run.order.global_batch(start.rows, step, args.mini_batch_size))
         with run.phase("update"):
             metrics = train_step(run, model, batch, pad_id)
         run.end_step(metrics, batch, measure if start.held_out else None)
@@ -98,9 +98,9 @@ def train(
 def train_step(run: Run[SFTArgs], model: nn.Module, rows: list[Row], pad_id: int) -> Metrics:
     """One optimiser step on this rank's rows; returns the metrics of the global batch."""
     args = run.args
-    micros = run.pad_passes(micro_batches(rows, args.micro_batch_size))
+    micros = run.ranks.pad_passes(micro_batches(rows, args.micro_batch_size))
     batches = [finetune_batch(micro, pad_id, args.use_targets).to(run.device) for micro in micros]
-    count = max(run.total(sum(batch.num_actions for batch in batches)), 1.0)
+    count = max(run.ranks.total(sum(batch.num_actions for batch in batches)), 1.0)
     total = 0.0
     for i, batch in enumerate(batches):
         with run.accumulate(model, enabled=i + 1 < len(batches)):
@@ -108,20 +108,20 @@ def train_step(run: Run[SFTArgs], model: nn.Module, rows: list[Row], pad_id: int
             loss = sft_loss(stats, batch.action_mask, args.label_smoothing)
             run.backward(loss / count, batch.row)
         total += float(loss.detach())
-    return {"train/loss": run.total(total) / count, "train/grad_norm": run.optimize("policy")}
+    return {"train/loss": run.ranks.total(total) / count, "train/grad_norm": run.optimize("policy")}
 
 
 def evaluate(run: Run[SFTArgs], model: nn.Module, rows: list[Row], pad_id: int) -> float:
     """Mean cross-entropy per counted token of (the first `--eval_iters` micro-batches of) a split."""
     args = run.args
-    rows = run.eval_rows(rows, args.micro_batch_size)
+    rows = run.order.eval_rows(rows, args.micro_batch_size)
     total, count = 0.0, 0
     with inference(model):
-        for micro in run.pad_passes(micro_batches(run.shard(rows), args.micro_batch_size)):
+        for micro in run.ranks.pad_passes(micro_batches(run.ranks.shard(rows), args.micro_batch_size)):
             batch = finetune_batch(micro, pad_id, args.use_targets).to(run.device)
             total += float(sft_loss(model(**policy_inputs(batch)), batch.action_mask))
             count += batch.num_actions
-    return run.total(total) / max(run.total(count), 1)
+    return run.ranks.total(total) / max(run.ranks.total(count), 1)
 
 
 @one_line_errors

@@ -78,9 +78,9 @@ def episode_row(
 
 def episode_metrics(run: Run[Any], episodes: Sequence[Episode], levels: Sequence[str]) -> Metrics:
     """Success, cost, length and invalid actions; neither the entropy bonus nor the KL penalty enters them."""
-    overall, by_level = rates_by_level(episodes, levels, run.sum_over_ranks, run.device)
+    overall, by_level = rates_by_level(episodes, levels, run.ranks.sum, run.device)
     logprobs = [value for one in episodes for decision in one.decisions for value in decision.logprobs]
-    entropy = run.total(-sum(logprobs)) / max(run.total(len(logprobs)), 1.0)
+    entropy = run.ranks.total(-sum(logprobs)) / max(run.ranks.total(len(logprobs)), 1.0)
     metrics = {"objective/score": overall.pop("reward"), "objective/entropy": entropy}
     metrics |= {f"episodes/{name}": value for name, value in overall.items()}
     for level, row in by_level.items():
@@ -90,15 +90,15 @@ def episode_metrics(run: Run[Any], episodes: Sequence[Episode], levels: Sequence
 
 def held_out_metrics(run: Run[Any], episodes: Sequence[Episode], levels: Sequence[str]) -> Metrics:
     """Success, cost, length and invalid actions of held-out episodes, and success on each level."""
-    overall, by_level = rates_by_level(episodes, levels, run.sum_over_ranks, run.device)
+    overall, by_level = rates_by_level(episodes, levels, run.ranks.sum, run.device)
     metrics = {f"val/{name}": value for name, value in overall.items()}
     return metrics | {f"val/success/{level}": row["success"] for level, row in by_level.items()}
 
 
 def write_trajectories(run: Run[Any], episodes: Sequence[Episode]) -> None:
     """Write the first `NUM_STORIES` episodes as text to `trajectories/` (first rank only)."""
-    if run.is_first and not run.dry:
-        folder = run.directory / "trajectories"
-        with run.writing("trajectories"):
+    if run.ranks.is_first and not run.dry:
+        folder = run.files.directory / "trajectories"
+        with run.files.writing("trajectories"):
             folder.mkdir(exist_ok=True)
             write_text(folder / f"{run.step:06d}.txt", "\n".join(one.story() for one in episodes[:NUM_STORIES]))

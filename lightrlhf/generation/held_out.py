@@ -72,7 +72,7 @@ class HeldOut:
 
         Raises: RunFailure when the file cannot be written.
         """
-        if not self.prompts or not run.is_first:
+        if not self.prompts or not run.ranks.is_first:
             return
         policy: Any = getattr(model, "module", model)  # without what Fabric wraps it in
         unused = torch.zeros(len(self.prompts), self.args.max_new_tokens)  # noise, which greedy decoding needs none of

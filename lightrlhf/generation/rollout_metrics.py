@@ -36,7 +36,7 @@ def rollout_metrics(run: Run[Any], rollout: Rollout, scores: Tensor, by_token: T
         "objective/kl": kl,
         "objective/entropy": entropy_mean,
         "objective/valid_ratio": valid,
-        "completions/removed_mass": run.total(rollout.removed_mass) / run.world_size,
+        "completions/removed_mass": run.ranks.total(rollout.removed_mass) / run.ranks.world_size,
         "completions/mean_length": length,
         "completions/truncated_ratio": truncated,
         "completions/eos_ratio": 1 - truncated,
@@ -58,14 +58,14 @@ def reward_metrics(run: Run[Any], scores: Scores, audit: RewardAudit | None) -> 
 
 def failure_metrics(run: Run[Any], scores: Scores) -> Metrics:
     """`reward/timeouts` and the like: responses of all ranks that have no score because a function failed."""
-    return {f"reward/{kind}": run.total(count) for kind, count in scores.failures.items()}
+    return {f"reward/{kind}": run.ranks.total(count) for kind, count in scores.failures.items()}
 
 
 def evaluation_metrics(run: Run[Any], rollout: Rollout, scores: Tensor) -> Metrics:
     """Means over held-out responses of all ranks, as in `rollout_metrics`; keeps the first ones in `samples.jsonl`."""
     columns = [response_kl(rollout), rollout.lengths(), rollout.truncated.float(), ~scores.isnan()]
     means = row_means(run, columns, torch.ones_like(rollout.truncated))
-    if run.is_first and run.args.log_rollouts:
+    if run.ranks.is_first and run.args.log_rollouts:
         log_samples(run, rollout_rows(rollout, run.args.log_rollouts, scores))
     metrics = dict(zip(("val/kl", "val/mean_length", "val/truncated_ratio", "val/valid_ratio"), means))
     return dict(zip(("val/score",), row_means(run, [scores], ~scores.isnan()))) | metrics
@@ -75,5 +75,5 @@ def row_means(run: Run[Any], columns: Sequence[Tensor], counted: Tensor) -> list
     """Mean of each column (B,) over the counted rows of all ranks, (B,) bool; NaN where there is none."""
     values = torch.stack([column.float() for column in columns], 1)  # (B, C)
     kept = torch.where(counted[:, None], values, torch.zeros_like(values))  # NaN times 0 would be NaN
-    *sums, count = run.sum_over_ranks(torch.cat([kept.sum(0), counted.sum()[None].float()])).tolist()
+    *sums, count = run.ranks.sum(torch.cat([kept.sum(0), counted.sum()[None].float()])).tolist()
     return [total / count if count else math.nan for total in sums]

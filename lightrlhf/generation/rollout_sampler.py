@@ -71,16 +71,16 @@ class RolloutSampler:
 
     def replace(self, step: int, number: int, groups: Tensor) -> Rollout:
         """Responses to other prompts, drawn with replacement, for groups (G,) of the step; number: of the round."""
-        size, generator = len(self.prompts), self.run.generator(step, number, -1)
+        size, generator = len(self.prompts), self.run.ranks.generator(step, number, -1)
         drawn = torch.randint(size, (len(groups),), generator=generator).tolist()
         return self._respond(drawn, groups.tolist(), (step, number))
 
     def sample_held_out(self, rows: Sequence[Row]) -> Rollout:
         """A response to each of the first `--eval_iters` batches of held-out prompts, by the same noise each time."""
         run, args = self.run, self.run.args
-        rows = run.eval_rows(rows, args.rollout_mini_batch_size)
+        rows = run.order.eval_rows(rows, args.rollout_mini_batch_size)
         rows = number_rows(rows, range(len(rows)))
-        return self._generate(run.shard(rows), run.noise(len(rows), args.max_new_tokens, -1))
+        return self._generate(run.ranks.shard(rows), run.ranks.noise(len(rows), args.max_new_tokens, -1))
 
     # -------------------------------------------------------------------------------------------------- drawing
     def _prompts_of(self, step: int) -> list[int]:
@@ -90,14 +90,14 @@ class RolloutSampler:
     def _draw(self, drawn: Sequence[int], *key: int) -> tuple[list[Row], Tensor]:
         """This rank's rows of the drawn prompts, each as often as it has responses, and their noise (B, length)."""
         rows = [row for row in number_rows(self.prompts, drawn) for _ in range(self.responses)]
-        return self.run.shard(rows), self.run.noise(len(rows), self.run.args.max_new_tokens, *key)
+        return self.run.ranks.shard(rows), self.run.ranks.noise(len(rows), self.run.args.max_new_tokens, *key)
 
     def _respond(
         self, drawn: Sequence[int], groups: Sequence[int], key: tuple[int, ...], ahead: Request | None = None
     ) -> Rollout:
         """Responses to the drawn prompts, numbered as `groups` of the step."""
         rollout = self._generate(*self._draw(drawn, *key), ahead)
-        own = self.run.shard([group for group in groups for _ in range(self.responses)])
+        own = self.run.ranks.shard([group for group in groups for _ in range(self.responses)])
         return dataclasses.replace(rollout, group=torch.tensor(own).to(rollout.group), num_groups=self._num_groups)
 
     # ------------------------------------------------------------------------------------------------- sampling

@@ -134,14 +134,14 @@ class ServedPolicy:
         if self.step_of_servers == self.step:
             return
         with torch.autocast(self.policy.model.device.type, enabled=False):  # adapters are merged in full precision
-            full = self.run.full(self.policy) if self.run else self.policy
+            full = self.run.learners.full(self.policy) if self.run else self.policy
             self._on_first(lambda: self._load(full))
         self.step_of_servers = self.step
 
     def _load(self, full: Policy) -> None:
         if self.ahead is not None:  # no weights change under a rollout
             self.ahead.future.result()
-        folder = self.run.directory if self.run and not self.run.dry else self.exchange.folder
+        folder = self.run.files.directory if self.run and not self.run.dry else self.exchange.folder
         try:
             target = self.exchange.write(full, self.step, folder / "base", self.args.exchange_adapter)
         except UsageError as problem:

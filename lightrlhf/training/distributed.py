@@ -135,14 +135,15 @@ def _strategy(args: TrainArgs, world_size: int) -> Any:
     return "auto"
 
 
-def launch(fabric: Any, args: TrainArgs) -> None:
-    """Start the processes of all ranks. Raises: RunFailure when they do not all connect in time."""
+def launch(fabric: Any, args: TrainArgs) -> Any:
+    """Fabric with the processes of all ranks started. Raises: RunFailure when they do not all connect in time."""
     try:
         fabric.launch()
     except torch.distributed.DistError as problem:
         line = " ".join(str(problem).split())[:200]
         raise RunFailure(f"the ranks did not all start within {RANK} {patience(RANK):g} s: {line}") from None
     leave_at_exit()
+    return fabric
 
 
 def leave_at_exit() -> None:
@@ -160,6 +161,8 @@ def check_same(fabric: Any, args: TrainArgs) -> None:
 
     Raises: UsageError on rank 0, naming the rank and the flag or file; the others exit with the same status.
     """
+    if fabric.world_size == 1:
+        return
     data_dir = getattr(args, "data_dir", None)
     folders = data_dir if isinstance(data_dir, list) else [data_dir] if data_dir else []
     paths = [(number, path) for number, folder in enumerate(folders) for path in sorted(Path(folder).glob("*.pt"))]

@@ -165,6 +165,15 @@ class MetricLog:
         if shown and self.bar is not None:
             self.bar.set_postfix({name.partition("/")[2]: f"{row[name]:.3f}" for name in shown}, refresh=False)
 
+    def check_best(self, num_steps: int, eval_interval: int) -> None:
+        """Once all metrics have been due since this process began, num_steps ago, check that of `--keep_best`.
+
+        Raises: UsageError when it is not logged.
+        """
+        is_done = self.progress.step >= self.progress.num_steps or (self.progress.is_dry and self.progress.is_last)
+        if is_done or num_steps >= max(self.args.log_interval, eval_interval):
+            self.best.check_logged(self.names)
+
     # ------------------------------------------------------------------------------------------- texts and times
     def log_texts(self, name: str, rows: Sequence[Row], step: int) -> None:
         """Pass the first samples of a step to the logger (first rank only)."""

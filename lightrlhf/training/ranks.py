@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.cli.groups import TensorParallelArgs, TrainArgs
+from lightrlhf.cli.patience import RANK, patience
 from lightrlhf.data.batch import mix_seed
 from lightrlhf.storage.shards import Shard
 from lightrlhf.training.watchdog import RankWatchdog
@@ -117,6 +118,11 @@ class Ranks:
     def waiting(self, counted: bool = True) -> AbstractContextManager[None]:
         """Context manager around a collective, which the watchdog then times; see `RankWatchdog.waiting`."""
         return self.watchdog.waiting(counted) if self.watchdog else nullcontext()
+
+    def watch(self, last_good: Callable[[], str]) -> None:
+        """Watch the other processes, if there are any. last_good: returns the end of the line when one is gone."""
+        if self.num_processes > 1:
+            self.watchdog = RankWatchdog(self.fabric, patience(RANK), last_good)
 
     def close(self) -> None:
         """Stop watching the other processes; called on all of them."""

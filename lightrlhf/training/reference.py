@@ -69,9 +69,9 @@ def score_rows(
 ) -> Tensor:
     """Log-probabilities of N rows, dropout off, computed on all ranks: (S, N) on each."""
     logps = torch.zeros(sides, len(rows), device=run.device)
-    here = run.shard(range(len(rows)))
+    here = run.ranks.shard(range(len(rows)))
     logps[:, here] = score_shard(run, model, [rows[i] for i in here], collate, sides, temperature)
-    return run.sum_over_ranks(logps)
+    return run.ranks.sum(logps)
 
 
 def score_shard(
@@ -91,7 +91,7 @@ def score_shard(
     """
     logps = torch.zeros(sides, len(rows), device=run.device)
     with replayed_dropout(run.device) if dropout else inference(model):
-        for index in run.pad_passes(micro_batch_indices(rows, run.args.micro_batch_size)):
+        for index in run.ranks.pad_passes(micro_batch_indices(rows, run.args.micro_batch_size)):
             batch = collate([rows[i] for i in index]).to(run.device)
             with run.autocast():
                 logprobs: Tensor = model(**policy_inputs(batch), temperature=temperature).logprobs  # (S b, t-1)
@@ -124,7 +124,7 @@ def score_before_training(
     score: returns the (S, n) log-probabilities of n rows, on all ranks. digest: hash of what they depend on, see
     `fingerprint`; a resumed run takes its checkpoint's if that is the same. phase: named in errors.
     """
-    folder = Path(run.data_dirs[0])  # given rows have none
+    folder = Path(run.files.data_dirs[0])  # given rows have none
 
     def score_part(part: Sequence[int]) -> Tensor:
         return score(model, [rows[i] for i in part])
@@ -180,19 +180,19 @@ def parts_to_score(run: Run[Any], num_rows: int, num_validation: int, num_steps:
 
 def _parts(run: Run[Any], num_rows: int, num_validation: int, num_steps: int, of_dry_run: bool) -> list[list[int]]:
     args = run.args
-    size, per_epoch = args.mini_batch_size, math.ceil(num_rows / (args.mini_batch_size * run.world_size))
+    size, per_epoch = args.mini_batch_size, math.ceil(num_rows / (args.mini_batch_size * run.ranks.world_size))
     if not run.order.weights:
         num_steps = min(num_steps, per_epoch)  # one epoch reads every row
-    parts = [list(range(min(num_rows, max(args.micro_batch_size, run.world_size))))]
+    parts = [list(range(min(num_rows, max(args.micro_batch_size, run.ranks.world_size))))]
     for steps in blocks(run, num_steps, of_dry_run):
         parts.append([row for step in steps for row in run.order.draw(num_rows, step, size)])
-    evaluated = run.eval_rows(range(num_validation), args.micro_batch_size)
+    evaluated = run.order.eval_rows(range(num_validation), args.micro_batch_size)
     return parts + in_parts(run, [num_rows + row for row in evaluated])
 
 
 def in_parts(run: Run[Any], places: Sequence[int]) -> list[list[int]]:
     """Places that every run scores, in parts."""
-    size = PART_ROWS * run.world_size
+    size = PART_ROWS * run.ranks.world_size
     return [list(places[start : start + size]) for start in range(0, len(places), size)]
 
 
@@ -221,7 +221,7 @@ def score_parts(
     for part in parts:
         left.append(sorted({*part} - seen))
         seen.update(left[-1])
-    is_kept = folder is not None and sum(map(len, left)) > KEPT_ROWS * run.world_size
+    is_kept = folder is not None and sum(map(len, left)) > KEPT_ROWS * run.ranks.world_size
     file = Finished(run, folder / f"logprobs-{_file_digest(run, digest)}.pt" if folder and is_kept else None)
     try:
         for part in filter(None, left):
@@ -242,7 +242,7 @@ class Finished:
 
     def __init__(self, run: Run[Any], path: Path | None) -> None:
         self.run, self.path = run, path
-        self.parts: Parts = run.broadcast(self._read() if path and run.is_first else {})
+        self.parts: Parts = run.ranks.broadcast(self._read() if path and run.ranks.is_first else {})
         self._written, self._at = len(self.parts), time.monotonic()
 
     def add(self, key: str, logps: Tensor) -> None:
@@ -253,7 +253,7 @@ class Finished:
 
     def write(self) -> None:
         """Write the added parts; if that fails, a line says so once."""
-        if self.path is None or not self.run.is_first or len(self.parts) == self._written:
+        if self.path is None or not self.run.ranks.is_first or len(self.parts) == self._written:
             return
         try:
             with lock_folder(self.path.parent, wait=True):  # others may train on the same data
@@ -295,6 +295,6 @@ def _file_digest(run: Run[Any], digest: str) -> str:
     args, device = run.args, run.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     sources = sorted((flag, sorted(one["files"].items())) for flag, one in run.order.began.sources.items())
-    ranks = run.world_size, run.ranks.tensor_parallel, torch.get_num_threads()
+    ranks = run.ranks.world_size, run.ranks.tensor_parallel, torch.get_num_threads()
     settings = (digest, sources, versions(), args.precision, name, args.micro_batch_size, ranks)
     return hashlib.sha256(repr(settings).encode()).hexdigest()[:16]

@@ -56,7 +56,7 @@ def log_rollouts(
 @contextmanager
 def writing_rollouts(run: Run[Any]) -> Iterator[None]:
     """Context manager around making and writing the rows of a step: its phase, with its time counted as logging."""
-    with run.phase("writing of rollouts"), run.logging():
+    with run.phase("writing of rollouts"), run.metric_log.timed():
         yield
 
 
@@ -112,7 +112,7 @@ def rollout_rows(
 
 def num_logged(run: Run[Any], num_samples: int) -> int:
     """How many of this rank's samples of the step that follows `run.step` are logged."""
-    is_due = run.is_first and (run.step == 0 or (run.step + 1) % run.args.log_interval == 0)
+    is_due = run.ranks.is_first and (run.step == 0 or (run.step + 1) % run.args.log_interval == 0)
     wanted = 1 if is_due and run.dry else run.args.log_rollouts
     return min(wanted, num_samples) if is_due else 0
 
@@ -133,15 +133,15 @@ def log_samples(run: Run[Any], rows: Sequence[Row], split: str = "validation") -
 
     Raises: RunFailure when the file cannot be written.
     """
-    if run.is_first and rows and not run.dry:
-        with run.logging():
+    if run.ranks.is_first and rows and not run.dry:
+        with run.metric_log.timed():
             _append(run, SAMPLES, run.step, [{"split": split, **row} for row in rows])
 
 
 def _append(run: Run[Any], name: str, step: int, rows: Sequence[Row]) -> None:
     """Append rows to a file of the experiment dir, unless it is full, and pass them to the logger."""
-    path = run.directory / name
-    with run.writing():
+    path = run.files.directory / name
+    with run.files.writing():
         before = path.stat().st_size if path.exists() else 0
         if before < MOST_BYTES:
             append_jsonl(path, [{"step": step, "version": run.step, **row} for row in rows])
@@ -150,7 +150,7 @@ def _append(run: Run[Any], name: str, step: int, rows: Sequence[Row]) -> None:
                     f"note: {path} has {MOST_BYTES / 1e6:,.0f} MB and gets no more samples; fewer of a step are kept "
                     "by --log_rollouts, of fewer steps by --log_interval and --eval_interval"
                 )
-    run.log_texts(name.removesuffix(".jsonl"), rows, step)
+    run.metric_log.log_texts(name.removesuffix(".jsonl"), rows, step)
 
 
 def write_iteration(directory: Path, number: int, rows: Iterable[Row]) -> None:

@@ -5,25 +5,22 @@ and checkpoints (`run_files.py`), times, errors and signals (`phases.py`). A run
 same thread and rank count: the order of an epoch follows from (seed, epoch), sampling noise from (seed, step), and
 everything else is in `resume.pt`.
 
-Left out: base trainers and callbacks but `on_step`. The loops stay in the algorithm files; this file has no loop over
-steps.
+Left out: base trainers, and callbacks but `on_step`; the loops stay in the algorithm files.
 """
 
 from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.cli.groups import TrainArgs
-from lightrlhf.cli.patience import RANK, patience
 from lightrlhf.data.batch import Batch
 from lightrlhf.data.splits import Row
 from lightrlhf.training.best import Best
@@ -34,12 +31,11 @@ from lightrlhf.training.metric_log import MetricLog, Metrics, OnStep
 from lightrlhf.training.order import Order
 from lightrlhf.training.phases import Phases
 from lightrlhf.training.progress import Progress
-from lightrlhf.training.ranks import Item, Ranks
+from lightrlhf.training.ranks import Ranks
 from lightrlhf.training.restarts import as_restarted
 from lightrlhf.training.resume import restore_rng
 from lightrlhf.training.run_files import Checkpoints, RunFiles
 from lightrlhf.training.summary import peak_memory, print_end, run_banner
-from lightrlhf.training.watchdog import RankWatchdog
 
 __all__ = ["Metrics", "OnStep", "Run"]
 AnyArgs = TypeVar("AnyArgs", bound=TrainArgs)
@@ -49,11 +45,10 @@ class Run(Generic[AnyArgs]):
     """One training run: its experiment dir, logs, learners and checkpoints; how it stops and resumes.
 
     on_step: called with the step and its metrics wherever they are logged, on the first rank; it may raise
-    `StopTraining`. given: objects that `train` was called with, by name (see `given_objects`); a resumed run requires
-    the same. data: path whose last two parts name the experiment dir; `--data_dir` when not given, of several the first
-    one's parent and the names joined by +.
-    Raises: UsageError when the experiment dir cannot be written, there is nothing to resume from, or the given objects
-    are not those the run began with.
+    `StopTraining`. given: objects that `train` was called with (see `given_objects`); a resumed run needs the same.
+    data: path whose last two parts name the experiment dir; `--data_dir` when not given, of several the first one's
+    parent and the names joined by +.
+    Raises: UsageError when the experiment dir cannot be written, or there is nothing to resume from.
     """
 
     def __init__(
@@ -68,14 +63,12 @@ class Run(Generic[AnyArgs]):
 
         if on_step is not None and not callable(on_step):
             raise UsageError(f"on_step is not a function f(step, metrics), but a {type(on_step).__name__}")
-        fabric = make_fabric(args)
-        launch(fabric, args)
+        fabric = launch(make_fabric(args), args)
         self.program, self.given, self.args = program, given or {}, as_restarted(fabric, args)
         args, self.ranks = self.args, Ranks(fabric, self.args)
         self.files = RunFiles(args, self.ranks, program, self.given, data)
-        if self.ranks.num_processes > 1:
-            self.ranks.watchdog = RankWatchdog(fabric, patience(RANK), self.files.last_good)
-            check_same(fabric, args)
+        self.ranks.watch(self.files.last_good)
+        check_same(fabric, args)
         seed_everything(args.seed, verbose=False)
         began, self.resumed = self.files.resume()
         resumed = self.resumed or {}
@@ -109,15 +102,6 @@ class Run(Generic[AnyArgs]):
         """Number of finished steps."""
         return self.progress.step
 
-    @step.setter
-    def step(self, step: int) -> None:
-        self.progress.step = step
-
-    @property
-    def directory(self) -> Path:
-        """The experiment dir."""
-        return self.files.directory
-
     def setup(self, name: str, module: nn.Module, learning_rate: float, num_updates: int) -> nn.Module:
         """Wrap a trainable module with its optimiser and schedule, which `optimize(name)` steps `num_updates` times."""
         with self.phase("setup"):
@@ -130,34 +114,25 @@ class Run(Generic[AnyArgs]):
             with self._endings:
                 self._open(num_steps)
                 yield from self._steps(num_steps)
-        except KeyboardInterrupt:
+        except BaseException as problem:
             self.phases.signals.close()
-            raise KeyboardInterrupt from None
-        except BaseException:
-            self.phases.signals.close()
+            if isinstance(problem, KeyboardInterrupt):
+                raise KeyboardInterrupt from None
             raise
 
     def _open(self, num_steps: int) -> None:
-        self.phases.signals.is_between = False
-        self.progress.num_steps = num_steps
+        self.phases.signals.is_between, self.progress.num_steps = False, num_steps
         if not self.dry:
             self.files.open(self.order.began, self.best, self.step)
             if self.ranks.is_first:
-                self.metric_log.open(self.directory, self.files.described(), self.files.writing)
-        names = self.given, self.learners.parameters
-        self.print0(run_banner(self.args, *names, self.ranks, self.order, self.progress, self.directory))
-        if self.resumed:
-            # after loading, which may draw numbers
+                self.metric_log.open(self.files.directory, self.files.described(), self.files.writing)
+        parts = (self.learners.parameters, self.order, self.progress, self.best)
+        self.print0(run_banner(self.args, self.given, *parts, self.files.directory))
+        if self.resumed:  # after loading, which may draw numbers
             restore_rng(self.resumed, self.device, self.ranks.fabric.global_rank)
-        if self.resumed and self.step >= num_steps:
-            self.print0(f"this run has done its {self.step} steps; raise --max_steps or --epochs to go on")
-        if self.progress.is_last and self.step < num_steps:
-            patience = f"--early_stop_patience {self.best.patience}"
-            self.print0(f"{patience} ended this run at step {self.step}; raise it to go on")
 
     def _steps(self, num_steps: int) -> Iterator[int]:
         progress, first = self.progress, self.step
-        round_of_metrics = max(self.args.log_interval, self._eval_interval)
         with self.metric_log.show_bar(self.program) as bar:
             while self.step < num_steps and not progress.is_last:
                 if self.dry:
@@ -167,9 +142,7 @@ class Run(Generic[AnyArgs]):
                 self.checkpoints.begin_step()
                 yield self.step
                 bar.update(self.step - bar.n)
-                is_done = self.step >= num_steps or (self.dry and progress.is_last)
-                if is_done or self.step - first >= round_of_metrics:
-                    self.best.check_logged(self.metric_log.names)
+                self.metric_log.check_best(self.step - first, self._eval_interval)
 
     def on_end(self, end: Callable[[], None]) -> None:
         """Call a function when the loop over `steps` ends, however that is."""
@@ -188,9 +161,8 @@ class Run(Generic[AnyArgs]):
         `time/steps_per_second`. evaluate: returns metrics, none when nothing was measured; called every
         `--eval_interval` steps, with `at_saves` also before each checkpoint that is due.
         """
-        self.step += 1
-        rate = {"train/lr": self.learners.learning_rate()}
-        self.metric_log.add_step({**metrics, **self.metric_log.speed(work), **rate})
+        self.progress.step += 1
+        self.metric_log.add_step({**metrics, **self.metric_log.speed(work), "train/lr": self.learners.learning_rate()})
         is_due = self.progress.due(self._eval_interval) or (at_saves and self.checkpoints.due)
         if evaluate and is_due:
             with self.phase("evaluation"):
@@ -201,12 +173,11 @@ class Run(Generic[AnyArgs]):
         if self.checkpoints.due:
             self.save()
 
-    def finish(self, results: Metrics | None = None) -> Path:
+    def finish(self) -> Path:
         """Close the logs, print the run's table and its experiment dir; its model card gets the last evaluation.
 
         A dry run prints what it has seen, and returns where the run would be, a folder that it did not make.
         """
-        self._results = results or self._results  # until callers have moved
         memory, signals = max(self.ranks.gather(peak_memory(self.device))), self.phases.signals
         is_stopped = bool(self.ranks.max(bool(signals.received)))
         self.ranks.close()
@@ -214,115 +185,16 @@ class Run(Generic[AnyArgs]):
             self.print0(self.dry.report(self.args, self.progress.seconds, memory))
         if self.dry:
             self.phases.close()
-            return self.directory
+            return self.files.directory
         if self.ranks.is_first:
             self.metric_log.close()
             self.metric_log.write_profile(self.learners.roles())
             if self._results:  # none when a finished run is resumed: its card keeps those it has
                 self.files.write_card(self.step, self.order.data, self._results)
-            seconds = time.perf_counter() - self._started
-            print_end(f"lightrlhf.{self.program}", self.directory, self.best, memory, seconds)
+            print_end(self.program, self.files.directory, self.best, memory, time.perf_counter() - self._started)
         if is_stopped or (signals.interrupts and signals.received):
             self.phases.stop_by_signal()
         signals.close()
         self.files.upload_last()
         self.phases.close()
-        return self.directory
-
-    # --------------------------------------------------------------------------- old names, until callers have moved
-    @property
-    def rank(self) -> int:
-        return self.ranks.rank
-
-    @property
-    def world_size(self) -> int:
-        return self.ranks.world_size
-
-    @property
-    def is_first(self) -> bool:
-        return self.ranks.is_first
-
-    def sum_over_ranks(self, value: Tensor) -> Tensor:
-        return self.ranks.sum(value)
-
-    def total(self, value: float) -> float:
-        return self.ranks.total(value)
-
-    def gather(self, value: Item) -> list[Item]:
-        return self.ranks.gather(value)
-
-    def once(self, work: Callable[[], Item]) -> Item:
-        return self.ranks.once(work)
-
-    def broadcast(self, value: Any) -> Any:
-        return self.ranks.broadcast(value)
-
-    def shard(self, rows: Sequence[Item] | Tensor) -> list[Any]:
-        return self.ranks.shard(rows)
-
-    def pad_passes(self, parts: Iterable[Item]) -> list[Any]:
-        return self.ranks.pad_passes(parts)
-
-    def generator(self, *key: int) -> torch.Generator:
-        return self.ranks.generator(*key)
-
-    def noise(self, num_rows: int, width: int, *key: int) -> Tensor:
-        return self.ranks.noise(num_rows, width, *key)
-
-    def num_steps(self, rows: Sequence[Any], batch_size: int) -> int:
-        return self.order.num_steps(rows, batch_size)
-
-    def mix(self, sizes: Sequence[int]) -> None:
-        self.order.mix(sizes)
-
-    def global_batch(self, rows: Sequence[Row], step: int, batch_size: int) -> list[Row]:
-        return self.order.global_batch(rows, step, batch_size)
-
-    def skip_updates(self, number: int) -> None:
-        self.learners.skip_updates(number)
-
-    def learning_rate(self, name: str) -> float:
-        return self.learners.learning_rate(name)
-
-    def writing(self, name: str = "") -> AbstractContextManager:
-        return self.files.writing(name)
-
-    def save_due(self, num_steps: int = 0) -> bool:
-        return self.checkpoints.due
-
-    def due(self, interval: int, num_steps: int) -> bool:
-        return self.progress.due(interval)
-
-    @property
-    def seconds(self) -> dict[str, float]:
-        return self.progress.seconds
-
-    @property
-    def precision(self) -> str:
-        return self.args.precision
-
-    @property
-    def data_dirs(self) -> list[str]:
-        return self.files.data_dirs
-
-    @property
-    def eval_iters(self) -> int | None:
-        return self.order.eval_iters
-
-    def eval_rows(self, rows: Sequence[Item], batch_size: int) -> list[Item]:
-        return self.order.eval_rows(rows, batch_size)
-
-    def log(self, metrics: Metrics) -> None:
-        self.metric_log.log(metrics)
-
-    def log_step(self, metrics: Metrics, num_steps: int) -> None:
-        self.metric_log.add_step(metrics)
-
-    def log_texts(self, name: str, rows: Sequence[Row], step: int) -> None:
-        self.metric_log.log_texts(name, rows, step)
-
-    def logging(self) -> AbstractContextManager[None]:
-        return self.metric_log.timed()
-
-    def full(self, module: Any) -> Any:
-        return self.learners.full(module)
+        return self.files.directory

@@ -75,7 +75,7 @@ def begin(
     enable_packing(model)
     for note in splits.notes:
         run.print0(note)
-    run.mix([len(one) for one in splits.sets])
+    run.order.mix([len(one) for one in splits.sets])
     resumed = run.resumed["extra"] if run.resumed else {}
     return run, Start(tokenizer, model, every, splits.held_out, resumed)
 

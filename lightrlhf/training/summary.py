@@ -22,7 +22,6 @@ from lightrlhf.storage.run_dir import is_stage, read_logged
 from lightrlhf.training.best import Best
 from lightrlhf.training.order import Order
 from lightrlhf.training.progress import Progress
-from lightrlhf.training.ranks import Ranks
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -36,15 +35,17 @@ def run_banner(
     args: TrainArgs,
     given: Iterable[str],
     sizes: Mapping[str, tuple[int, int]],
-    ranks: Ranks,
     order: Order,
     progress: Progress,
+    best: Best,
     directory: Path,
 ) -> str:
     """Start-up summary: model, data, device, steps; of an iteration's training only its model and its steps.
 
+    A resumed run that has nothing left to do says why.
     given, sizes: see `describe_model`; directory: the experiment dir, in a dry run maybe the folder above it.
     """
+    ranks = order.ranks
     resumed_at, samples = progress.step if args.resume_from else None, getattr(args, "num_generations", 1)
     fields = {
         "model": describe_model(args, given, sizes),
@@ -54,7 +55,13 @@ def run_banner(
         "results": planned_results(args, directory) if args.dry_run else str(directory),
     }
     own = ("model", "steps") if is_stage(directory) else fields
-    return lines({name: fields[name] for name in own})
+    text = lines({name: fields[name] for name in own})
+    if args.resume_from and progress.step >= progress.num_steps:
+        text += f"\nthis run has done its {progress.step} steps; raise --max_steps or --epochs to go on"
+    elif progress.is_last:
+        flag = f"--early_stop_patience {best.patience}"
+        text += f"\n{flag} ended this run at step {progress.step}; raise it to go on"
+    return text
 
 
 def planned_results(args: TrainArgs, place: Path) -> str:
@@ -62,10 +69,10 @@ def planned_results(args: TrainArgs, place: Path) -> str:
     return f"nothing is written in a dry run; else {'' if args.output_dir else 'below '}{place}"
 
 
-def print_end(title: str, directory: Path, best: Best, memory: float, seconds: float) -> None:
+def print_end(program: str, directory: Path, best: Best, memory: float, seconds: float) -> None:
     """Print what a run that has ended gave; of an iteration's training without the table. See `print_summary`."""
     if not is_stage(directory):
-        print_summary(title, directory, read_logged(directory / "metrics.jsonl") or [], memory)
+        print_summary(f"lightrlhf.{program}", directory, read_logged(directory / "metrics.jsonl") or [], memory)
     if best.step is not None:
         link = directory / BEST
         print(f"{best}: {link if link.exists() else 'its checkpoint was deleted'}")

@@ -30,8 +30,7 @@ class Sampled:
         self.ranks, self.device = LocalRanks(7), torch.device("cpu")
         self.order = SimpleNamespace(planned_steps=3, draw=self.draw)
         self.ranks.rank, self.ranks.world_size = rank, world_size
-        self.autocast, self.shard, self.noise = nullcontext, self.ranks.shard, self.ranks.noise
-        self.generator = self.ranks.generator
+        self.autocast = nullcontext
         self.seen = []
         monkeypatch.setattr(rollout_sampler, "generate_rollout", self.generate)
         monkeypatch.setattr(rollout_sampler, "store_sampling", lambda *given: None)

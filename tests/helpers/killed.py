@@ -177,8 +177,8 @@ class Events:
         phase, save = Phases.phase, Phases.save
 
         @contextmanager
-        def entered(run: Any, name: str) -> Iterator[None]:
-            with phase(run, name):
+        def entered(phases: Any, name: str, *rows: Any) -> Iterator[None]:
+            with phase(phases, name, *rows):
                 self.happens(f"in {name}")
                 yield
 

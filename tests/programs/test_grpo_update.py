@@ -146,7 +146,7 @@ def expected_policy(args: GRPOArgs, policy, sampled: tuple, run: RunOfSteps, ste
     policy, rows = exact(policy), set_advantages(args, rows_in(sampled))
     count = GROUPS * SIZE // args.mini_batch_size
     for epoch in range(args.ppo_epochs):
-        place = torch.randperm(GROUPS, generator=run.generator(step, epoch, -2)).tolist()
+        place = torch.randperm(GROUPS, generator=run.ranks.generator(step, epoch, -2)).tolist()
         for number in range(count):  # whole groups
             members = [g for g in range(GROUPS) if place[g] * count // GROUPS == number]
             loss_of(args, policy, [row for row in rows if row.group in members]).backward()

@@ -124,7 +124,7 @@ def expected_roles(args: PPOArgs, roles, sampled: tuple, run: RunOfSteps) -> tup
     set_advantages(args, scored, critic)
     steps = 0
     for epoch in range(args.ppo_epochs):
-        order = torch.randperm(len(rows), generator=run.generator(STEP, epoch)).tolist()
+        order = torch.randperm(len(rows), generator=run.ranks.generator(STEP, epoch)).tolist()
         for start in range(0, len(rows), args.mini_batch_size):
             members = [rows[i] for i in order[start : start + args.mini_batch_size]]
             *losses, kl = loss_of(args, actor, critic, [row for row in members if row in scored])

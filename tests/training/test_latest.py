@@ -52,7 +52,7 @@ def begin(tmp_path):
         run = Run(TrainArgs(**given), "test")
         loops.append((run, run.steps(9)))
         next(loops[-1][1])
-        return run.directory
+        return run.files.directory
 
     yield begun
     for _, loop in loops:

@@ -31,7 +31,7 @@ def test_the_gradient_norm_is_clipped_to_the_given_value(run):
 def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_step(run, bad):
     one = run()
     wrapped = one.setup("policy", linear(), 1e-3, 10)
-    one.step = 6
+    one.progress.step = 6
     with pytest.raises(RunFailure, match=f"loss is -?{bad} at step 7; no checkpoint had been written yet"):
         one.backward(wrapped(torch.ones(1, 3)).sum() * bad)
 
@@ -73,7 +73,7 @@ def test_a_gradient_is_named_by_the_rows_of_all_backward_passes_of_its_step(run)
 
     learn(8)
     one.optimize("policy")
-    one.step = 1
+    one.progress.step = 1
     learn(5, 3)
     learn(4, 5)
     module.weight.grad[0, 0] = math.nan
@@ -98,7 +98,7 @@ def test_what_is_not_finite_in_memory_is_not_saved(run, place, bad):
     wrapped = one.setup("policy", module, 1e-3, 10)
     one.backward(wrapped(torch.ones(1, 3)).sum(), torch.tensor([2, 7]))
     one.optimize("policy")
-    one.step = 1
+    one.progress.step = 1
     module.mask = torch.tensor([0.0, -math.inf, -math.inf])  # as a mask that grows
     one.learners.check_finite(module, {"kl": 1.0})  # its own -inf is no fault
     if hasattr(module, place):
@@ -108,7 +108,7 @@ def test_what_is_not_finite_in_memory_is_not_saved(run, place, bad):
     with error_naming(RunFailure, "step 1", "rows 2, 7, counted"):
         one.keep(module, None, lambda: {"kl": bad if place == "loop" else 1.0})
         one.save()
-    assert not list(one.directory.glob("checkpoint-*"))
+    assert not list(one.files.directory.glob("checkpoint-*"))
 
 
 def test_biases_and_norms_are_not_decayed(run):

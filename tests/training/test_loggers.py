@@ -132,19 +132,19 @@ def test_wandb_gets_config_curves_and_texts_without_a_network(offline, tmp_path)
     run = Run(args, "test")
     loop = run.steps(9)
     next(loop)
-    run.step = 3
-    run.log({"train/loss": 1.5})
+    run.progress.step = 3
+    run.metric_log.log({"train/loss": 1.5})
     rows = [{"prompt": f"a <cup> {i}", "response": "no ☕", "score": 0.5} for i in range(SHOWN_TEXTS + 1)]
-    run.log_texts("samples", rows, 3)
+    run.metric_log.log_texts("samples", rows, 3)
     run.finish()
     loop.close()
-    again = WandbLogger("coffee", run.directory, {})  # as a resumed run
+    again = WandbLogger("coffee", run.files.directory, {})  # as a resumed run
     again.log_metrics({"train/loss": 1.25}, 4)
     again.close()
     wandb.teardown()  # until then its files may be cut
-    folder, resumed = sorted((run.directory / "wandb").glob("offline-run-*"))
+    folder, resumed = sorted((run.files.directory / "wandb").glob("offline-run-*"))
     found = read_run(folder)
-    assert found["project"] == "coffee" and found["name"] == run.directory.name
+    assert found["project"] == "coffee" and found["name"] == run.files.directory.name
     assert found["config"]["seed"] == 7 and found["config"]["program"] == "test"
     assert found["config"]["versions"]["torch"] and "git_commit" in found["config"]
     assert found["rows"][0]["train/loss"] == 1.5 and found["rows"][0]["step"] == 3

@@ -24,6 +24,7 @@ from lightrlhf.models.tokenizer import load_tokenizer
 from lightrlhf.online_refuel import log_sides
 from lightrlhf.storage.jsonl import read_jsonl
 from lightrlhf.training import rollout_log
+from lightrlhf.training.ranks import LocalRanks
 from lightrlhf.training.rollout_log import (
     append_rollouts,
     log_rollouts,
@@ -205,9 +206,10 @@ def test_the_first_step_and_every_log_interval_th_are_logged(runs, tmp_path):
 def run_of(folder: Path, **changes) -> SimpleNamespace:
     """What the writer needs of a run at its first step."""
     args = SimpleNamespace(**({"log_rollouts": 8, "log_interval": 1} | changes))
-    services = {"phase": lambda name: nullcontext(), "writing": nullcontext, "logging": nullcontext}
-    services |= {"log_texts": lambda name, rows, step: None, "print0": print}
-    return SimpleNamespace(args=args, step=0, is_first=True, dry=None, directory=folder, **services)
+    files = SimpleNamespace(directory=folder, writing=nullcontext)
+    log = SimpleNamespace(timed=nullcontext, log_texts=lambda name, rows, step: None)
+    parts = {"ranks": LocalRanks(), "files": files, "metric_log": log, "phase": nullcontext, "print0": print}
+    return SimpleNamespace(args=args, step=0, dry=None, **parts)
 
 
 def test_a_row_has_the_numbers_of_its_own_tokens(tokenizer, tmp_path):
@@ -239,7 +241,7 @@ def test_a_row_has_the_numbers_of_its_own_tokens(tokenizer, tmp_path):
 def test_the_first_samples_of_the_first_rank_alone_are_kept(tokenizer, tmp_path):
     rollout = rollout_of(rows_of(*[3] * 6), rows_of(*[2] * 6), tokenizer=tokenizer)
     for run in (run_of(tmp_path, log_rollouts=4), run_of(tmp_path)):
-        run.is_first = run.args.log_rollouts == 4
+        run.ranks.is_first = run.args.log_rollouts == 4
         log_rollouts(run, rollout, scores_of([0.0] * 6), torch.zeros(rollout.action_mask.shape))
     assert [row["response_ids"] for row in read_jsonl(tmp_path / "rollouts.jsonl")] == rows_of(*[2] * 6)[:4]
 
@@ -307,12 +309,12 @@ def test_each_second_of_logging_is_counted_once(tmp_path, monkeypatch):
     next(loop)
     monkeypatch.setattr("time.perf_counter", lambda: next(clock))
     for _ in range(2):
-        with run.logging():
+        with run.metric_log.timed():
             pass
-    run.log({"val/loss": 1.0})
-    run.log({"train/loss": 1.0})
-    run.log({"train/loss": 1.0})
+    run.metric_log.log({"val/loss": 1.0})
+    run.metric_log.log({"train/loss": 1.0})
+    run.metric_log.log({"train/loss": 1.0})
     monkeypatch.undo()
-    rows = read_jsonl(run.directory / "metrics.jsonl")
+    rows = read_jsonl(run.files.directory / "metrics.jsonl")
     assert [row.get("time/logging") for row in rows] == [None, 3, 1]  # two parts and a row; the row before
     loop.close()

@@ -14,12 +14,12 @@ from lightrlhf import sft
 
 def test_two_runs_of_one_second_have_folders_of_their_own(run, monkeypatch):
     monkeypatch.setattr(time, "strftime", lambda *a: "2030-01-01_00-00-00")
-    folders = [run().directory for _ in range(3)]
+    folders = [run().files.directory for _ in range(3)]
     assert len(set(folders)) == 3 and all(folder.is_dir() for folder in folders)
 
 
 def test_arguments_are_stored_with_versions_and_commit(run):
-    stored = json.loads((run(seed=7).directory / "args.json").read_text())
+    stored = json.loads((run(seed=7).files.directory / "args.json").read_text())
     assert stored["seed"] == 7 and stored["program"] == "test"
     assert {"python", "torch", "transformers", "lightning"} <= stored["versions"].keys() and "git_commit" in stored
 

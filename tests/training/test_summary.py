@@ -79,8 +79,8 @@ def test_the_training_of_an_iteration_says_what_is_its_own(tmp_path, capsys):
     (tmp_path / "args.json").write_text("{}")
     run = Run(TrainArgs(log_dir=str(tmp_path / "iteration-01"), accelerator="cpu"), "test")
     run.setup("policy", torch.nn.Linear(2, 3), 1e-3, 1)
-    for _ in run.steps(run.num_steps(range(20), 8)):
-        run.step += 1
+    for _ in run.steps(run.order.num_steps(range(20), 8)):
+        run.progress.step += 1
     run.finish()
     text = capsys.readouterr().out
     shown = fields_of(text, ("model", "steps"))
