@@ -276,12 +276,12 @@ def batch_of(batch) -> tuple:
 @pytest.mark.parametrize(
     "flags, error",
     [
-        ({"accelerator": "cpu"}, "runs on CUDA alone, not with --accelerator cpu"),
-        ({"precision": "32-true"}, "computes in 16 bits, not with --precision 32-true"),
+        ({"accelerator": "cpu"}, "--accelerator cpu"),
+        ({"precision": "32-true"}, "--precision 32-true"),
     ],
 )
 def test_flash_attention_is_refused_where_it_cannot_run(flags, error):
-    with pytest.raises(ValueError, match=f"--attn_implementation flash_attention_2 {error}"):
+    with pytest.raises(ValueError, match=f"--attn_implementation flash_attention_2 .*{error}"):
         SFTArgs(model_name="tiny", attn_implementation="flash_attention_2", **flags)
 
 
