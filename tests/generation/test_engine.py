@@ -525,7 +525,7 @@ def test_logits_that_are_not_finite_are_one_line_with_the_model_and_the_prompts(
     generate(policy, [prompts[0]], args, range(61), noise(1, 3))  # ends at once, and never meets it
     with error_naming(NotFinite, "some/model", "1, 3 of 4 prompts") as raised:
         generate(policy, prompts, args, [token for token in range(61)], noise(4, 3))
-    assert raised.value.rows == [1, 3]
+    assert raised.value.indices == [1, 3]
     with error_naming(NotFinite, "some/model"):
         list(generate_steps(policy, prompts[1], args, [], noise(1, 3)))
 

@@ -350,7 +350,7 @@ def test_the_trial_of_an_architecture_replays_a_step(monkeypatch, capsys):
     assert not devices and "note: decoding steps are not captured" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("mode", ["full", "lora"])
+@pytest.mark.parametrize("mode", ["all", "lora"])
 def test_replayed_operators_do_not_cast_weights_again(mode, base_model, tokenizer, monkeypatch):
     """Under autocast each weight is cast once a call, before any capture; active adapters count."""
     monkeypatch.setattr(graphs, "capture", taped)

@@ -18,6 +18,7 @@ from lightrlhf.generation import held_out
 from lightrlhf.generation.held_out import LONGEST_ANSWER, HeldOut
 from lightrlhf.models.loading import load_policy
 from lightrlhf.storage.jsonl import read_jsonl
+from lightrlhf.training.ranks import LocalRanks
 
 STAGES = {"sft": ("finetune", "input_ids"), "dpo": ("preference", "chosen_input_ids")}
 
@@ -93,7 +94,7 @@ def run_of(said: list[str], **changes) -> SimpleNamespace:
     """What it needs of a run."""
     args = SimpleNamespace(**({"log_rollouts": 2, "strategy": "auto"} | changes))
     return SimpleNamespace(
-        args=args, is_first=True, dry=None, print0=said.append, autocast=lambda: torch.inference_mode()
+        args=args, ranks=LocalRanks(), dry=None, print0=said.append, autocast=lambda: torch.inference_mode()
     )
 
 

@@ -75,7 +75,7 @@ def server():
 
 
 def run(files, *flags: str) -> tuple[dict, list[dict]]:
-    results = judge.main(["--responses_file", *files, *flags])
+    results = judge.main(["--responses_file", *map(str, files), *flags])
     output = flags[flags.index("--output_file") + 1]
     return results, read_jsonl(output)
 

@@ -128,7 +128,7 @@ def test_models_of_one_pass_share_a_scale_that_changes_after_both(overflow, tmp_
             assert (scaled[name] == 0.25).all() and math.isnan(scaled["norms"][name])
         else:
             assert torch.equal(scaled[name], plain[name]) and scaled["norms"][name] == plain["norms"][name]
-    assert run.loss_scale is not None and run.loss_scale.metrics() == {
+    assert run.learners.loss_scale is not None and run.learners.loss_scale.metrics() == {
         "train/skipped_steps": len(overflow), "train/loss_scale": 2.0**15
     }  # fmt: skip
 
@@ -143,7 +143,7 @@ def test_an_optimiser_that_overflows_in_every_step_is_named_although_the_other_d
             module.module.weight.grad[0, 0] = math.inf
             run.optimize("policy")
             run.optimize("critic")
-    assert run.loss_scale is not None and run.loss_scale.skipped == 20
+    assert run.learners.loss_scale is not None and run.learners.loss_scale.skipped == 20
 
 
 # ------------------------------------------------------------------------------------------------------------ refused

@@ -14,6 +14,7 @@ from helpers import CPU, last_checkpoint, metrics, reseal, weights
 from helpers.programs import args_class
 
 from lightrlhf import sft
+from lightrlhf.cli.groups import DataSetsArgs
 from lightrlhf.cli.parser import parse
 from lightrlhf.models.tokenizer import load_tokenizer
 from lightrlhf.sft import SFTArgs
@@ -120,7 +121,7 @@ def test_one_folder_stays_a_text_and_several_are_a_list(tmp_path):
         reseal(tmp_path)
         assert parse(SFTArgs, ["--resume_from", str(tmp_path)]).data_dir == stored
         assert locate(str(tmp_path), "data_dir") == "a"
-    assert not hasattr(args_class("lightrlhf.online_dpo"), "data_dirs")
+    assert not issubclass(args_class("lightrlhf.online_dpo"), DataSetsArgs)
 
 
 @pytest.mark.parametrize(
@@ -131,7 +132,7 @@ def test_one_folder_stays_a_text_and_several_are_a_list(tmp_path):
             "--data_weights 1.0: give 2, one for each folder of --data_dir",
         ),
         (["--data_dir", "a", "--data_weights", "1", "2"], "--data_weights 1.0 2.0: give 1, one for each folder"),
-        (["--data_dir", "a", "b", "--data_weights", "1", "0"], "--data_weights 1.0 0.0 must be finite numbers above 0"),
+        (["--data_dir", "a", "b", "--data_weights", "1", "0"], "--data_weights 0.0"),
         (["--data_dir", "a", "b", "a"], "--data_dir a is given twice"),
         (["--data_dir", "a", "b"], "--data_dir a does not exist"),
     ],
