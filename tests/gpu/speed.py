@@ -27,6 +27,7 @@ from lightrlhf.cli.groups import DecodingArgs
 from lightrlhf.generation import graphs
 from lightrlhf.generation.engine import generate
 from lightrlhf.models.roles import Policy
+from lightrlhf.training import start
 from lightrlhf.training.roofline import Ceilings, Shape, backward, best_time, forward, measure_ceilings, shared_lengths
 from lightrlhf.training.roofline import generate as generate_work
 from tests.gpu.setting import Figures, LeftOut, Row, Setting, free, model, needs, needs_memory, tokenizer
@@ -175,15 +176,14 @@ def supervised(program: str, size: str, packing: bool = True) -> Callable[[Setti
         whole = model(at, size)
         make = texts if program == "sft" else pairs
         rows = make(whole.config.vocab_size, count, mean)
-        module = {"sft": sft, "dpo": dpo}[program]
-        enable = module.enable_packing
+        enable = start.enable_packing
         if not packing:
-            module.enable_packing = lambda role: None
+            start.enable_packing = lambda role: None
         try:
             micro = 2 if at.is_tiny else 8 if size == "0.5B" else 4
             steps = train(at, program, whole, rows, mini_batch_size=count, micro_batch_size=micro)
         finally:
-            module.enable_packing = enable
+            start.enable_packing = enable
         keys = [key for key in rows[0] if key.endswith("input_ids")]
         lengths = [len(one[key]) for one in rows for key in keys]
         logits = sum(len(one[key]) - one["prompt_len"] for one in rows for key in keys)
@@ -241,8 +241,8 @@ def attention(at: Setting) -> Figures:
     dense = [torch.randn(len(bins), heads, longest, size) for _ in range(3)]
     text = torch.full((len(bins), longest), -1)
     for row, bin_ in enumerate(bins):
-        for number, (start, end) in enumerate(bin_):
-            text[row, start:end] = number
+        for number, (first, end) in enumerate(bin_):
+            text[row, first:end] = number
     visible = ((text[:, None] == text[:, :, None]).tril() | torch.eye(longest, dtype=torch.bool)).to(at.device)
     mask = torch.zeros(visible.shape, dtype=torch.bfloat16, device=at.device).masked_fill(~visible, -3e38)[:, None]
     sdpa = torch.nn.functional.scaled_dot_product_attention
