@@ -1,11 +1,11 @@
-"""Seconds until a program has printed its help, beside those of `import torch`: what every command waits for.
+"""Compare the time of each program's `--help` with the time of `import torch`.
 
     python -m benchmarks.help_time --repeats 5
     python -m benchmarks.help_time --programs ppo grpo
 
-Each is a process of its own. All of them run in turn, then all again, so that other work on the machine falls on each
-alike; the table has medians, and their ratio to that of `import torch`. Seconds of the processor change less than those
-of the clock where the machine is busy.
+Each measurement is a process of its own. The programs run in turn, then all again, so that other work on the machine
+slows all of them alike. The table has medians and their ratios to `import torch`. On a busy machine, processor time
+varies less than wall-clock time.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ class RunFailure(UsageError):
 class NotFinite(RunFailure):
     """Logits that are not finite, in sampling.
 
-    indices: of the prompts among those of the call; rows: their numbers in the data, where these are known.
+    indices: positions of the prompts in the call; rows: their row numbers in the data, where known.
     """
 
     def __init__(self, message: str, indices: Sequence[int] = (), rows: Sequence[int] = ()) -> None:

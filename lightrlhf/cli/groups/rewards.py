@@ -39,7 +39,7 @@ class RewardArgs(Args):
         num_rewards = len(given) + (self.rm_experiment_dir is not None)
         if self.reward_weights and len(self.reward_weights) != num_rewards:
             weights = " ".join(map(str, self.reward_weights))
-            first = ", that of the reward model first" if self.rm_experiment_dir else ""
+            first = ", the reward model first" if self.rm_experiment_dir else ""
             raise UsageError(f"--reward_weights {weights}: give {num_rewards}, one for each reward{first}")
         if self.reward_weights and not any(self.reward_weights):
             raise UsageError("--reward_weights are all 0; give at least one reward a weight")
