@@ -120,7 +120,7 @@ def key(case: cases.Case, base: Path, inputs: Path) -> str:
 
 def described(case: cases.Case, tree: Path, record: Path, keep: bool) -> dict[str, Any]:
     """A case as a worker reads it."""
-    steps = [dataclasses.asdict(cases.in_tree(step, tree, tree != ROOT)) for step in case.steps]
+    steps = [dataclasses.asdict(cases.in_tree(step, tree != ROOT)) for step in case.steps]
     return {
         "name": case.name,
         "steps": steps,

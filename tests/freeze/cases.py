@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -35,28 +34,19 @@ class Case:
 
 
 # ------------------------------------------------------------------------------------------- the base and this tree
-PROGRAMS: dict[str, str] = {"kto": "dpo"}
-"""Programs by what does their work in a tree without them."""
-FLAGS: list[tuple[str, str, str]] = [
-    (".*", "--rollout_server {server0}", "--rollout_server {server0} --exchange_dir {work}/exchange"),
-    ("ppo|grpo", "--eval_interval 0 --save_interval 100", "--eval_interval 0 --health_timeout 0.5 --save_interval 100"),
-]
+FLAGS: list[tuple[str, str, str]] = []
 """Flags that the base has otherwise: (pattern of programs, words here, words in the base); "" for none."""
-MOVED: dict[str, str] = {
-    r".* extra reference fingerprint": "",  # REFUEL's is made as DPO's: a hash of weights, rows and temperature
-    r".* extra (baseline bad_|bad )(total|count)": "",  # only labelled responses have bad ones, in kto
-}
+MOVED: dict[str, str] = {}
 """Names in records that the base has otherwise: pattern to name here, "" for what is not compared; see `records.py`."""
 
 
-def in_tree(step: Step, tree: Path, is_base: bool) -> Step:
+def in_tree(step: Step, is_base: bool) -> Step:
     """A step in the names of a tree."""
     text = " ".join(step.flags)
     for programs, here, there in FLAGS:
         if is_base and re.fullmatch(programs, step.program):
             text = f" {text} ".replace(f" {here} ", f" {there} " if there else " ").strip()
-    is_there = (tree / "lightrlhf" / f"{step.program}.py").exists()
-    return replace(step, program=step.program if is_there else PROGRAMS[step.program], flags=tuple(text.split()))
+    return replace(step, flags=tuple(text.split()))
 
 
 # ------------------------------------------------------------------------------------------------------ tiny programs
