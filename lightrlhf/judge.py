@@ -3,7 +3,8 @@
 Two JSONL files, as `lightrlhf.generate` writes them, are matched by prompt. A judge is a model at an OpenAI-compatible
 server, a reward model, a Python function such as the café's gold judge, or a person in the terminal. A model at a
 server sees each pair in both orders; where its verdicts disagree the pair is a tie, and the share of such pairs is
-reported as position bias. A person sees each pair once, blind and in random order.
+reported as position bias. A person sees each pair once, blind and in random order. Identical texts are a tie by any
+judge; neither a model at a server nor a person is asked about them.
 
 The results are wins, ties and losses of A with 95% intervals (Wilson's, which are no point after three equal verdicts),
 the lengths, and the win rate at equal lengths (after Dubois et al. 2024, arXiv:2404.04475). Each verdict is written at
@@ -33,7 +34,7 @@ from lightrlhf.cli.groups.rewards import check_reward_model
 from lightrlhf.cli.lists import paths
 from lightrlhf.cli.parser import parse
 from lightrlhf.cli.paths import check_file
-from lightrlhf.data.responses import check_responses, read_responses
+from lightrlhf.data.responses import are_identical, check_responses, read_responses
 from lightrlhf.data.schema import share_columns
 from lightrlhf.generation.openai_client import RemoteArgs, Reply, Servers
 from lightrlhf.maths.length_control import length_controlled_win_rate
@@ -244,9 +245,13 @@ def ask_model(args: JudgeArgs) -> Work:
     def work(pairs: Sequence[Row]) -> Iterator[Row]:
         with Servers(args, args.judge_model or "") as servers:
             servers.wait_until_healthy()
-            questions = ([question(args.task, pair, swapped)] for pair in pairs for swapped in (False, True))
+            asked = [pair for pair in pairs if not are_identical(pair["a"], pair["b"])]
+            questions = ([question(args.task, pair, swapped)] for pair in asked for swapped in (False, True))
             replies = servers.replies(request(args, texts) for texts in questions)
             for pair in pairs:
+                if are_identical(pair["a"], pair["b"]):
+                    yield record(pair, "tie")
+                    continue
                 straight, swapped = (
                     verdict_of(args, servers, question(args.task, pair, order), next(replies))
                     for order in (False, True)
@@ -296,8 +301,8 @@ def compare_scores(args: JudgeArgs) -> Work:
         for pair, (a, b) in zip(pairs, scores_of(pairs)):
             if a is None or b is None:
                 verdict = "malformed"
-            else:  # in a batch, scores of the same text may differ by a rounding error
-                verdict = "tie" if a == b or pair["a"] == pair["b"] else "A" if a > b else "B"
+            else:  # in a batch, scores of one text may differ by a rounding error
+                verdict = "tie" if a == b or are_identical(pair["a"], pair["b"]) else "A" if a > b else "B"
             yield record(pair, verdict, score_a=a, score_b=b)
 
     return work
@@ -332,6 +337,9 @@ def ask_person(args: JudgeArgs) -> Work:
     def work(pairs: Sequence[Row]) -> Iterator[Row]:
         print("1: the first is better   2: the second is better   3: equal   4: skip   q: stop; run again to resume")
         for pair in pairs:
+            if are_identical(pair["a"], pair["b"]):
+                yield record(pair, "tie")
+                continue
             swapped = random.Random(f"{args.seed} {pair['index']}").random() < 0.5
             first, second = ("b", "a") if swapped else ("a", "b")
             print(f"\n{'=' * 80}\n{functions.as_text(pair['prompt'])}\n")
@@ -372,6 +380,7 @@ def summary(records: Sequence[Row], seed: int) -> Row:
     counts = Counter(row["verdict"] for row in records)
     judged = [row for row in records if row["verdict"] in SCORES]
     results: Row = {"judged": len(judged), "skipped": counts["skip"], "malformed": counts["malformed"]}
+    results["identical"] = sum(are_identical(row["a"], row["b"]) for row in judged)
     if judged:
         scores = [SCORES[row["verdict"]] for row in judged]
         lengths = [(len(row["a"].split()), len(row["b"].split())) for row in judged]

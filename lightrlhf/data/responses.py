@@ -16,6 +16,11 @@ from lightrlhf.cli.errors import UsageError
 from lightrlhf.storage.jsonl import Row, read_jsonl
 
 
+def are_identical(one: str, other: str) -> bool:
+    """Whether two texts differ at most in whitespace at their ends: such a pair is a tie, which no judge need see."""
+    return one.strip() == other.strip()
+
+
 def is_prompt(value: Any) -> bool:
     """Whether a value is a text, or a list of messages with a role and a content, which may be null beside calls."""
     if isinstance(value, str):

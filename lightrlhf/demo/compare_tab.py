@@ -7,6 +7,7 @@ import html
 from collections.abc import Iterator
 from typing import Any
 
+from lightrlhf.data.responses import are_identical
 from lightrlhf.demo.inputs import errors_to_toast
 from lightrlhf.demo.markup import cards_as_html, prompt_as_html, table_as_html, tag, welcome
 from lightrlhf.demo.session import DemoBackend
@@ -95,10 +96,11 @@ def waiting(gr: Any) -> list[Any]:
 
 
 def pair_shown(gr: Any, chosen: dict[str, Any]) -> list[Any]:
-    """The same values for a pair."""
+    """The same values for a pair; neither of two identical answers can be voted the better one."""
     prompt = prompt_as_html(as_text(chosen["prompt"]))
     cards = cards_as_html(["Answer A", "Answer B"], chosen["responses"])
-    return [chosen, prompt + cards, *[gr.update(interactive=True)] * len(CAPTIONS)]
+    differ = not are_identical(*chosen["responses"])
+    return [chosen, prompt + cards, *(gr.update(interactive=differ or name in ("tie", "skip")) for name in CAPTIONS)]
 
 
 def tally_as_html(backend: DemoBackend) -> str:

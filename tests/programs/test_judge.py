@@ -38,7 +38,7 @@ def write(folder, name: str, responses: dict[str, str], **columns) -> str:
 def files(tmp_path):
     """Ten prompts; A's answers are good on even ones, B's on odd ones, and both on the last two."""
     a = {f"p{i}": "good" if i % 2 == 0 or i > 7 else "bad bad" for i in range(10)}
-    b = {f"p{i}": "good" if i % 2 or i > 7 else "bad bad" for i in range(9, -1, -1)}  # in another order
+    b = {f"p{i}": "good too" if i > 7 else "good" if i % 2 else "bad bad" for i in range(9, -1, -1)}  # in another order
     return [write(tmp_path, "one.jsonl", a | {"only": "x"}), write(tmp_path, "two.jsonl", b)]
 
 
@@ -58,7 +58,7 @@ class JudgeHandler(Handler):
             step = self.server.script.pop((prompt, len(request["messages"])), None)
         if callable(step):
             return step(self)
-        better = "A" if (first == "good") >= (second == "good") else "B"
+        better = "A" if ("good" in first) >= ("good" in second) else "B"
         text = step or f"The first says {first}.\n**Verdict: {better}**"
         self.send(200, {"choices": [{"message": {"content": text}, "finish_reason": "stop"}]})
 
@@ -96,6 +96,25 @@ def test_both_orders_are_asked_and_disagreement_is_a_tie(files, server, tmp_path
     assert 0 < low < 0.5 < high < 1
     assert json.loads((tmp_path / "out.json").read_text()) == results
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("judged_by", ["openai", "human"])
+def test_identical_texts_are_ties_that_no_judge_is_asked_about(judged_by, server, tmp_path, monkeypatch, capsys):
+    """A judge that always prefers the first, and a person who always types 1, award nothing for 20 identical pairs."""
+    same = {f"p{i}": f"answer {i}" for i in range(20)}
+    padded = {prompt: f" {text}\n" for prompt, text in same.items()}
+    one = write(tmp_path, "one.jsonl", same | {"last": "bad"})
+    two = write(tmp_path, "two.jsonl", padded | {"last": "good"})
+    monkeypatch.setattr("sys.stdin", io.StringIO("1\n" * 21))
+    by_person = ["--judge", "human", "--output_file", str(tmp_path / "out.jsonl")]
+    results, records = run([one, two], *(remote(server, tmp_path) if judged_by == "openai" else by_person))
+    assert [row["verdict"] for row in records[:20]] == ["tie"] * 20
+    assert (results["identical"], results["judged"], results["tie"]) == (20, 21, 20 / 21)
+    if judged_by == "openai":
+        assert {prompt for prompt, *_ in server.asked} == {"last"}
+        assert results["orders_disagree"] == 0  # of the pair that was asked about
+    else:
+        assert "answer" not in capsys.readouterr().out.split("A:")[0]
 
 
 def test_malformed_replies_are_asked_again_then_counted(files, server, tmp_path, monkeypatch):
@@ -264,7 +283,7 @@ def test_a_person_judges_at_a_terminal(files, tmp_path):
 @pytest.mark.slow
 def test_transformers_serve_as_a_judge(transformers_serve, files, tmp_path):
     url, model = transformers_serve
-    first = tmp_path / "two.jsonl"
+    first = tmp_path / "first.jsonl"
     write_jsonl(first, read_jsonl(files[0])[:2])
     files = [first, files[1]]
     flags = ["--base_url", url, "--judge_model", model, "--max_new_tokens", "4"]
