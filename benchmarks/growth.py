@@ -183,7 +183,7 @@ def growth(series: str, work: str, found: Sequence[dict[str, float]]) -> list[tu
 def table(found: dict[str, Any]) -> str:
     """The results as a Markdown table."""
     lines = [
-        f"{found['processor']}, {found['threads']} threads, torch {torch.__version__}, {found['turns']} turns.",
+        f"{found['processor']}, {found['threads']} threads, torch {found['torch']}, {found['turns']} turns.",
         "",
         "| grows | work | value | seconds | time | memory | time, to the first | memory, to the first |",
         "|---|---|---|---|---|---|---|---|",
@@ -205,12 +205,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--work", nargs="+", choices=("sft", "dpo", "rollout", "grpo"))
     parser.add_argument("--turns", type=int, default=3, help="repetitions of a cell, after a warm-up")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--output_dir", default=str(RESULTS), help="folder of growth-KIND.json and .md")
+    parser.add_argument("--output_dir", default=str(RESULTS), help="folder of growth-KIND.json")
     args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)
     use_onednn()
     file = Path(args.output_dir) / f"growth-{instructions()}.json"
-    found = {"processor": instructions(), "threads": args.threads, "turns": args.turns, "series": {}}
+    found = {"processor": instructions(), "threads": args.threads, "torch": torch.__version__, "turns": args.turns}
+    found |= {"series": {}}
     earlier = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else found
     if (earlier["threads"], earlier["turns"]) == (args.threads, args.turns):
         found["series"] = earlier["series"]
@@ -226,7 +227,6 @@ def main(argv: Sequence[str] | None = None) -> None:
                     shown = " ".join(f"{time:.2f}/{memory:.2f}" for time, memory in growth(series, work, measured))
                     print(f"{series}, {work}: time/memory {shown}", flush=True)
     write_text(file, json.dumps(found, indent=1))
-    write_text(file.with_suffix(".md"), table(found))
     print(table(found))
 
 

@@ -5,8 +5,8 @@ every setting, which selects the fastest one of each side, the two sides alterna
 of the turns' ratios with the smallest and the largest. A peer that is not installed or fails leaves a row with the
 reason. Results are written after each case, so an interrupted run keeps its finished cases.
 
-`--insert` writes the last results into howto/speed.md, and four of the rows into README.md. Goals stay here: they are
-printed beside each measured row and are not in the tables. Install the peers first:
+`python -m benchmarks.tables` prints the results, and `--insert` writes some rows into howto/speed.md and README.md.
+Goals are printed beside each measured row and are not in the tables. Install the peers first:
 `python -m benchmarks.peers.install`.
 """
 
@@ -30,14 +30,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from benchmarks.cases import Bench, Case, Side, all_cases
-from benchmarks.tables import insert, row, table, verdict
+from benchmarks.tables import RESULTS, insert, row, verdict
 from lightrlhf.cli.errors import RunFailure, UsageError, one_line_errors
 from lightrlhf.cli.fields import Args, at_least, flag
 from lightrlhf.cli.parser import parse
 from lightrlhf.storage.checkpoint import write_text
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "benchmarks" / "results"
 START_SECONDS, REPETITION_SECONDS = 300, 600  # timeouts of a worker
 LONG_REPETITION = 3  # seconds; the speed of a setting that takes longer is that of its warm-up
 TURNS_SECONDS, LEAST_TURNS = 40, 3  # no further turn starts after this time, but there are at least so many
@@ -60,7 +59,7 @@ class BenchmarkArgs(Args):
     output_dir: str | None = None
     """Folder of the results; by default `benchmarks/results`, or `benchmarks/.quick` with `quick`."""
     insert: bool = False
-    """Measure nothing; write the last table into howto/speed.md and four of its rows into README.md."""
+    """Measure nothing; write rows of the last results into howto/speed.md and README.md."""
 
 
 class WorkerFailed(Exception):
@@ -396,9 +395,8 @@ def main(argv: list[str] | None = None) -> None:
             kept[name] = {fact: getattr(case, fact) for fact in facts} | {"date": today} | result
             results["cases"] = {each: kept[each] for each in cases if each in kept}
             write_text(file, json.dumps(results, indent=1))
-            write_text(file.with_suffix(".md"), table(results))
             print(f"[{time.perf_counter() - began:4.0f} s] {row(kept[name])} {verdict(kept[name])}", flush=True)
-    print(f"written to {file} and .md")
+    print(f"written to {file}")
 
 
 def earlier(file: Path, results: dict[str, Any]) -> dict[str, Any]:

@@ -1,12 +1,14 @@
-"""The results of `python -m benchmarks.run` as tables: all of them for howto/speed.md, four rows for README.md.
+"""Print the results of the benchmarks as tables, `python -m benchmarks.tables`, and insert some rows into pages.
 
-Goals are in neither; `verdict` says for the one who measures which are met.
+Goals are in none of them; `verdict` says which are met.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,21 @@ from lightrlhf.cli.errors import UsageError
 from lightrlhf.storage.checkpoint import write_text
 
 ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
 PAGES = (ROOT / "README.md", ROOT / "howto" / "speed.md")
+PAGE = (  # rows of howto/speed.md, one of each kind of work
+    "sft-30M",
+    "rm-30M",
+    "dpo-30M-dialogues",
+    "rollout-skewed-30M",
+    "ppo-skewed-30M",
+    "grpo-full-4-4M",
+    "grpo-skewed-4-4M",
+    "vllm-equal-30M",
+    "vllm-samples-30M",
+    "vllm-skewed-135M-bf16",
+)
+SETTING = re.compile(r",.*:")  # of a peer, after its name
 SHORT = ("sft-30M", "dpo-30M-dialogues", "vllm-equal-30M", "ppo-full-4M")  # rows of README, among the slower ones
 
 
@@ -42,7 +58,29 @@ def memory_share(case: dict[str, Any]) -> float:
 
 
 def table(results: dict[str, Any]) -> str:
-    """The results as Markdown."""
+    """All results of a processor as Markdown."""
+    headings = ("work", "ours, fastest setting", "the peer's fastest setting", "ratio", "of the limit", "memory, both")
+    rows = [cells_of(case) for case in results["cases"].values()]
+    return measured_on(results) + markdown((*headings, "tokens computed, both"), rows)
+
+
+def page_table(results: dict[str, Any]) -> str:
+    """The rows of howto/speed.md of a processor."""
+    rows = []
+    for name in PAGE:
+        if name in results["cases"]:
+            what, ours, peer, ratio, *_ = cells_of(results["cases"][name])
+            rows.append((what, ours.rpartition(": ")[2], SETTING.sub(":", peer), ratio))
+    return measured_on(results) + markdown(("work", "lightrlhf", "beside", "ratio"), rows)
+
+
+def markdown(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [" | ".join(headings), "", *map(" | ".join, rows)]
+    return "\n".join(f"| {line} |" if line else "|---" * len(headings) + "|" for line in lines) + "\n"
+
+
+def measured_on(results: dict[str, Any]) -> str:
+    """Processor, packages and days of the results."""
     where, cases = results["machine"], results["cases"]
     versions = {k: v for c in cases.values() for side in c.get("versions", {}).values() for k, v in side.items()}
     trl = sorted(
@@ -58,15 +96,7 @@ def table(results: dict[str, Any]) -> str:
         + ", ".join(f"{name} {release}" for name, release in sorted(versions.items()))
         + f"; {when}. Ratios are medians over up to {turns} turns (smallest to largest)."
     )
-    lines = [
-        *textwrap.wrap(measured, 120),
-        "",
-        "| work | ours, fastest setting | the peer's fastest setting | ratio | of the limit | memory, both | "
-        "tokens computed, both |",
-        "|---|---|---|---|---|---|---|",
-        *(row(case) for case in cases.values()),
-    ]
-    return "\n".join(lines) + "\n"
+    return "\n".join([*textwrap.wrap(measured, 120), "", ""])
 
 
 def row(case: dict[str, Any]) -> str:
@@ -116,12 +146,12 @@ def number(value: float) -> str:
 
 def short_table(results: dict[str, Any]) -> str:
     """The ratios of a few rows."""
-    lines = ["| work | beside | ours / theirs |", "|---|---|---|"]
+    rows = []
     for name in SHORT:
         if name in results["cases"]:
             what, _, peer, ratio, *_ = cells_of(results["cases"][name])
-            lines.append(f"| {what} | {peer.partition(':')[0]} | {ratio} |")
-    return "\n".join(lines) + "\n"
+            rows.append((what, peer.partition(":")[0], ratio))
+    return markdown(("work", "beside", "ours / theirs"), rows)
 
 
 def best_known(results: list[dict[str, Any]]) -> dict[str, Any]:
@@ -140,7 +170,7 @@ def insert(suite: str, folder: Path) -> None:
             raise UsageError(
                 f"--insert True: {source} is from a run with --quick, which measures nothing; measure first"
             )
-    tables = {suite: "\n".join(map(table, results)), f"{suite}, short": short_table(best_known(results))}
+    tables = {suite: "\n".join(map(page_table, results)), f"{suite}, short": short_table(best_known(results))}
     for name, text in tables.items():
         start, end = f"<!-- benchmark {name} -->", f"<!-- end of benchmark {name} -->"
         for page in PAGES:
@@ -148,3 +178,20 @@ def insert(suite: str, folder: Path) -> None:
             if marker:
                 write_text(page, f"{before}{start}\n{text}{end}{rest.partition(end)[2]}")
                 print(f"inserted into {page}")
+
+
+def main() -> None:
+    """Print the tables of all results, and the measurements of single parts."""
+    from benchmarks import growth
+
+    for source in sorted(RESULTS.glob("*pu*.json")):
+        print(table(json.loads(source.read_text(encoding="utf-8"))))
+    for source in sorted(RESULTS.glob("growth*.json")):
+        print(growth.table(json.loads(source.read_text(encoding="utf-8"))))
+    for name, part in json.loads((RESULTS / "parts.json").read_text(encoding="utf-8")).items():
+        command = f" (`{part['command']}`)" if part["command"] else ""
+        print(f"{name}: {part['measured']}{command}\n\n{markdown(part['columns'], part['rows'])}")
+
+
+if __name__ == "__main__":
+    main()
