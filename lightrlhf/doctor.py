@@ -203,11 +203,17 @@ def speed(seconds: float) -> dict[str, str]:
     shown = {}
     for dtype in (torch.float32, torch.bfloat16):
         ceilings = measure_ceilings(device, dtype)
-        shown[f"products in {str(dtype).removeprefix('torch.')}"] = f"{ceilings.flops / 1e9:,.0f} GFLOP/s"
-    shown["memory"] = f"{ceilings.bandwidth / 1e9:,.1f} GB/s"
+        shown[f"products in {str(dtype).removeprefix('torch.')}"] = f"{with_prefix(ceilings.flops)}FLOP/s"
+    shown["memory"] = f"{with_prefix(ceilings.bandwidth)}B/s"
     for name, work in tiny_work(device).items():
         shown[name] = f"{rate(work, seconds / 2):,.0f} tokens/s"
     return shown
+
+
+def with_prefix(number: float) -> str:
+    """A rate with four digits and the prefix of its unit."""
+    power = max(0, min(4, (len(f"{number:.0f}") - 1) // 3))
+    return f"{number / 1000**power:.4g} {' kMGT'[power].strip()}"
 
 
 def tiny_work(device: Any) -> dict[str, Callable[[], int]]:

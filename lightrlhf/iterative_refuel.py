@@ -95,7 +95,10 @@ def train(
 
     @functools.cache
     def rows_of(split: str) -> Sequence[Dialogue]:  # read only if a stage needs them
-        return load_dialogues(args.data_dir, split, args.verify) if dialogues is None else dialogues.get(split, [])
+        if dialogues is not None:
+            return dialogues.get(split, [])
+        with splits.validation_needed_unless("--eval_dialogues"):
+            return load_dialogues(args.data_dir, split, args.verify)
 
     # a missing or damaged file fails before any generation
     openings = rows_of("train") if args.stage in ("all", "generate") else None

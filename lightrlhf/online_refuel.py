@@ -142,7 +142,7 @@ def load_splits(
 ) -> Splits[Dialogue]:
     """The dialogues of both splits, given ones or `--data_dir`'s, with the same columns."""
     if given is None:
-        splits = ("train", "validation") if args.eval_dialogues else ("train",)
+        splits = ("train", "validation") if args.eval_dialogues and args.eval_interval else ("train",)
         given = {split: talks.load_dialogues(args.data_dir, split, args.verify) for split in splits}
     rows = talks.share_columns(given)
     return Splits([rows["train"]], rows.get("validation", []))

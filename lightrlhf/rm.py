@@ -35,7 +35,7 @@ from lightrlhf.cli.parser import parse
 from lightrlhf.data.batch import micro_batches, preference_batch
 from lightrlhf.data.mixtures import interleave
 from lightrlhf.data.rows import Given, Splits, load_sets
-from lightrlhf.data.splits import Row
+from lightrlhf.data.splits import NoValidation, Row
 from lightrlhf.data.tokens import pair_rows
 from lightrlhf.maths.float64 import float64_device, to_float64
 from lightrlhf.maths.ops import masked_mean, preference_loss, wins
@@ -171,7 +171,12 @@ def load_comparisons(args: RMArgs, given: Given | None, tokenizer: PreTrainedTok
     A reward model is saved with statistics of its scores, so there are validation pairs in any case.
     """
     sets = load_sets("preference", "train", args, given, tokenizer)
-    validation, notes = interleave(load_sets("preference", "validation", args, given, tokenizer)), []
+    validation, notes = list[Row](), list[str]()
+    try:
+        validation = interleave(load_sets("preference", "validation", args, given, tokenizer))
+    except NoValidation:
+        if args.eval_interval:
+            raise
     if not validation:
         validation = [row for one in sets for row in one][:MOST_FOR_STATISTICS]
         notes = [f"no validation pairs were given: the first {len(validation)} training pairs take their place"]

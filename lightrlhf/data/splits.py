@@ -11,7 +11,8 @@ from __future__ import annotations
 import hashlib
 import os
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -46,6 +47,19 @@ def check_data_dir(args: DataArgs | DataSetsArgs) -> None:
         check_data_folder(folder)
 
 
+class NoValidation(UsageError):
+    """There is no validation split."""
+
+
+@contextmanager
+def validation_needed_unless(flag: str) -> Iterator[None]:
+    """Context manager: the error about a missing validation split names the flag whose 0 does without it."""
+    try:
+        yield
+    except NoValidation as problem:
+        raise UsageError(f"{problem}, or give {flag} 0") from None
+
+
 def load_split(
     data_dir: str | Path, stage: str, split: str, verify: bool = True, vocab_size: int | None = None
 ) -> list[Row]:
@@ -59,8 +73,10 @@ def load_split(
     path = Path(data_dir) / f"{stage}_{split}.pt"
     if not path.is_file():
         splits = sorted(p.name for p in Path(data_dir).glob("*_*.pt"))
-        remedy = "; prepare it with --validation_percentage, or give --eval_interval 0" if split == "validation" else ""
-        raise UsageError(f"{path} does not exist; {data_dir} holds {', '.join(splits) or 'no .pt split'}{remedy}")
+        message = f"{path} does not exist; {data_dir} holds {', '.join(splits) or 'no .pt split'}"
+        if split == "validation":
+            raise NoValidation(f"{message}; prepare it with --validation_percentage")
+        raise UsageError(message)
     check_sealed(Path(data_dir), [path.name, "args.json"], verify)
     try:
         rows = torch.load(path, weights_only=True, map_location="cpu")

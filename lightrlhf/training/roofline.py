@@ -189,24 +189,36 @@ def ppo_floors(
 
 
 # ------------------------------------------------------------------------------------------ measuring the ceilings
-MATRIX_SIZES = ((512, 256, 1024), (1024, 1024, 1024), (2048, 512, 2048))  # rows, inner, columns
-GPU_MATRIX_SIZES = ((4096, 4096, 4096), (8192, 8192, 8192))
+MATRIX_SIZES = ((64, 64, 64), (512, 256, 1024), (1024, 1024, 1024), (2048, 512, 2048))  # rows, inner, columns
+GPU_MATRIX_SIZES = ((256, 256, 256), (1024, 1024, 1024), (4096, 4096, 4096), (8192, 8192, 8192))
+PRODUCT_SECONDS = 1.0  # of all products but the first: some processors make bfloat16's a thousand times more slowly
 
 
 def measure_ceilings(
     device: torch.device, dtype: torch.dtype, sizes: Sequence[tuple[int, int, int]] = (), megabytes: int = 256
 ) -> Ceilings:
-    """Measure the best rate of matrix products of a few sizes, and of reading or copying a large block; about 1 s."""
-    rates = []
-    for rows, inner, columns in (*sizes, *(MATRIX_SIZES if device.type == "cpu" else GPU_MATRIX_SIZES)):
-        one, other = (torch.randn(*size, device=device).to(dtype) for size in ((rows, inner), (inner, columns)))
-        rates.append(2 * rows * inner * columns / best_time(partial(torch.matmul, one, other), device))
+    """Measure the best rate of matrix products, and of reading or copying a large block; about 1 s each."""
+    flops = best_product_rate(device, dtype, sizes)
     block = torch.ones(megabytes * 2**18, device=device)
     target = torch.empty_like(block)
     size = block.numel() * 4
     copy = 2 * size / best_time(lambda: target.copy_(block), device)
     read = size / best_time(lambda: block.sum(), device)
-    return Ceilings(max(rates), max(copy, read))
+    return Ceilings(flops, max(copy, read))
+
+
+def best_product_rate(device: torch.device, dtype: torch.dtype, sizes: Sequence[tuple[int, int, int]] = ()) -> float:
+    """Best operations per second of products from small to large, without those that would exceed the time."""
+    best, end = 0.0, math.inf
+    usual = MATRIX_SIZES if device.type == "cpu" else GPU_MATRIX_SIZES
+    for rows, inner, columns in sorted({*sizes, *usual}, key=math.prod):
+        flops = 2 * rows * inner * columns
+        if best and time.perf_counter() + 2 * flops / best > end:  # a warm-up call and a timed one
+            break
+        one, other = (torch.randn(*size, device=device).to(dtype) for size in ((rows, inner), (inner, columns)))
+        best = max(best, flops / best_time(partial(torch.matmul, one, other), device))
+        end = min(end, time.perf_counter() + PRODUCT_SECONDS)
+    return best
 
 
 def best_time(work: Callable[[], Any], device: torch.device, repetitions: int = 5) -> float:
@@ -218,7 +230,7 @@ def best_time(work: Callable[[], Any], device: torch.device, repetitions: int = 
         if device.type != "cpu":
             torch.accelerator.synchronize()
         seconds.append(time.perf_counter() - started)
-        if len(seconds) > 1 and sum(seconds) > 1.0:  # as products in bfloat16 on processors without instructions for it
+        if len(seconds) > 1 and sum(seconds) > 1.0:
             break
     return min(seconds[1:])
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from lightrlhf.cli.fields import check_args
 from lightrlhf.cli.groups import DataArgs, DataSetsArgs, ModelArgs, RewardArgs, SamplingArgs, TrainArgs
 from lightrlhf.data.rows import Splits
-from lightrlhf.data.splits import Row, check_data_dir, check_vocabulary
+from lightrlhf.data.splits import Row, check_data_dir, check_vocabulary, validation_needed_unless
 from lightrlhf.models.names import starting_model
 from lightrlhf.models.probes import check_positions, check_room, enable_packing
 from lightrlhf.models.roles import Policy, ScalarModel, vocabulary_size
@@ -67,7 +67,8 @@ def begin(
     described = given_objects(**given)
     data_dir = args.data_dir if name is None else None
     tokenizer = load_tokenizer(data_dir, starting_model(args)[0], given["tokenizer"], args.verify)
-    splits = load_data(args, given[name] if name else None, tokenizer)
+    with validation_needed_unless("--eval_interval"):
+        splits = load_data(args, given[name] if name else None, tokenizer)
     run = Run(args, program, on_step, described, data=f"given/{name}" if name else None)
     model = load_model(given["policy"], args, tokenizer)
     every = [row for one in splits.sets for row in one]

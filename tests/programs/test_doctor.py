@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from helpers.errors import error_naming
 
 from lightrlhf import doctor
@@ -23,6 +24,24 @@ def test_a_speed_is_measured_for_training_and_sampling(monkeypatch):
     monkeypatch.setattr(roofline, "MATRIX_SIZES", ((64, 64, 64),))  # larger ones take seconds without AVX-512
     report = doctor.speed(0.02)
     assert [name for name in report if name.startswith("tiny model")] == list(doctor.tiny_work("cpu"))
+
+
+@pytest.mark.parametrize(("rate", "measured"), [(1e6, 1), (1e9, 2), (1e13, 4)])
+def test_products_that_would_take_seconds_are_left_out(rate, measured, monkeypatch):
+    made = []
+
+    def time_of(work, device):
+        one, other = work.args
+        made.append(2 * one.numel() * other.shape[1])
+        return made[-1] / rate
+
+    monkeypatch.setattr(roofline, "best_time", time_of)
+    assert roofline.best_product_rate(torch.device("cpu"), torch.float32) == pytest.approx(rate)
+    assert len(made) == measured and made == sorted(made)
+
+
+def test_a_rate_has_the_prefix_of_its_unit():
+    assert [doctor.with_prefix(rate) for rate in (50.0, 45.6e6, 1.458e12)] == ["50 ", "45.6 M", "1.458 T"]
 
 
 @pytest.mark.parametrize(
