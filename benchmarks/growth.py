@@ -33,7 +33,7 @@ from benchmarks.roofline import shape_of
 from benchmarks.run import Worker, instructions
 from lightrlhf.models.products import use_onednn
 from lightrlhf.storage.checkpoint import write_text
-from lightrlhf.training.roofline import Ceilings, Shape, Work, forward, generate, measure_ceilings, supervised_floors
+from lightrlhf.training.roofline import Ceilings, Shape, Work, forward, generate, measure_ceilings, update_work
 
 RESULTS = Path(__file__).resolve().parent / "results"
 SAMPLED = 64  # tokens of a response of a rollout
@@ -130,18 +130,18 @@ def side(cell: Cell, model: Path, data: Path, logs: Path) -> Side:
 def floor(cell: Cell, shape: Shape, ceilings: Ceilings) -> float:
     """Least seconds of a cell's work."""
     if cell.work == "sft":
-        return supervised_floors(shape, [cell.text] * cell.rows, cell.text * cell.rows, ceilings)["update"]
+        return ceilings.seconds(*update_work(shape, [cell.text] * cell.rows, cell.text * cell.rows))
     if cell.work == "dpo":
         answers = 2 * cell.rows
         counted = answers * (cell.text - cell.prompt)
         shared = [cell.prompt] * cell.rows
-        return supervised_floors(shape, [cell.text] * answers, counted, ceilings, shared)["update"]
+        return ceilings.seconds(*update_work(shape, [cell.text] * answers, counted, shared))
     rows = cell.rows * cell.samples
     sampling = generate(shape, [cell.prompt] * rows, [SAMPLED] * rows, rows, bytes_per_number=4)
     repeated = [cell.prompt] * (rows - cell.rows)
     seconds = ceilings.seconds(Work(sampling.flops - forward(shape, repeated, 0).flops, sampling.bytes))
     if cell.work == "grpo":
-        seconds += supervised_floors(shape, [cell.text] * rows, SAMPLED * rows, ceilings, repeated)["update"]
+        seconds += ceilings.seconds(*update_work(shape, [cell.text] * rows, SAMPLED * rows, repeated))
     return seconds
 
 

@@ -28,7 +28,7 @@ from lightrlhf.training.roofline import (
     measure_ceilings,
     ppo_floors,
     shared_lengths,
-    supervised_floors,
+    update_work,
 )
 from lightrlhf.training.roofline import generate as generate_work
 
@@ -71,9 +71,7 @@ class Limits:
         lengths, responses, shared = text_lengths(data, "finetune" if facts["kind"] == "sft" else "preference")
         num_logits = sum(responses) if facts["kind"] == "dpo" else sum(lengths)
         shape = shape_of(facts["model"], scalar)
-        floor = supervised_floors(shape, lengths, num_logits, self.ceilings, shared)["update"]
-        more_steps = supervised_floors(shape, [], 0, self.ceilings)["update"] * (facts["steps"] - 1)
-        return floor + more_steps
+        return self.ceilings.seconds(*update_work(shape, lengths, num_logits, shared, optimizer_steps=facts["steps"]))
 
 
 def grpo_floor(shape: Shape, prompts: list[int], facts: dict[str, Any], ceilings: Ceilings) -> float:
@@ -83,7 +81,7 @@ def grpo_floor(shape: Shape, prompts: list[int], facts: dict[str, Any], ceilings
     sampling = generate_work(shape, rows, [mean] * len(rows), len(rows), facts["bytes_per_number"])
     sampling = Work(sampling.flops - forward(shape, shared, 0).flops, sampling.bytes)
     texts = [prompt + mean for prompt in rows]
-    return ceilings.seconds(sampling) + supervised_floors(shape, texts, mean * len(rows), ceilings, shared)["update"]
+    return ceilings.seconds(sampling, *update_work(shape, texts, mean * len(rows), shared))
 
 
 def shape_of(folder: str | Path, scalar: bool = False) -> Shape:

@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import CPU, ROOT, tiny_model
+from helpers import ROOT, tiny_model
 from helpers.errors import error_naming
+from helpers.killed import main_of
+from helpers.tiny_runs import TRAINED, TinyRuns
 
 from benchmarks import growth, tables
 from benchmarks import run as benchmark
@@ -20,6 +22,7 @@ from benchmarks.inputs import EOS, SIZES, DataSize, even_lengths, even_words, wr
 from benchmarks.roofline import grpo_floor
 from benchmarks.worker import count_tokens
 from lightrlhf.cli.errors import UsageError
+from lightrlhf.training import roofline
 from lightrlhf.training.roofline import (
     Ceilings,
     Shape,
@@ -30,8 +33,8 @@ from lightrlhf.training.roofline import (
     measure_ceilings,
     ppo_floors,
     shared_lengths,
-    supervised_floors,
     table,
+    update_work,
 )
 
 # Its repetitions take `seconds`, it writes its name to `diary` in each, and it fails in repetition `dies`.
@@ -396,12 +399,12 @@ def test_work_counted_by_hand():
 def test_floors_are_the_larger_of_both_limits_piece_by_piece():
     assert Ceilings(10, 100).seconds(Work(20, 50), Work(5, 100)) == 2 + 1
     compute_bound, memory_bound = Ceilings(1.0, 1e18), Ceilings(1e18, 1.0)
-    assert supervised_floors(SHAPE, [3], 2, compute_bound)["update"] == 3 * forward(SHAPE, [3], 2).flops
-    twice, once = (supervised_floors(SHAPE, [5, 4], 2, compute_bound, shared)["update"] for shared in ((), [3]))
+    assert compute_bound.seconds(*update_work(SHAPE, [3], 2)) == 3 * forward(SHAPE, [3], 2).flops
+    twice, once = (compute_bound.seconds(*update_work(SHAPE, [5, 4], 2, shared)) for shared in ((), [3]))
     assert twice - once == 3 * forward(SHAPE, [3], 0).flops
     pair = {"chosen_input_ids": [5, 6, 7, 8], "rejected_input_ids": torch.tensor([5, 6, 9]), "prompt_len": 1}
     assert shared_lengths([pair]) == [2] and shared_lengths([{"input_ids": [5]}]) == []
-    assert supervised_floors(SHAPE, [3], 2, memory_bound)["update"] == pytest.approx(28 * 130)
+    assert memory_bound.seconds(*update_work(SHAPE, [3], 2)) == pytest.approx(28 * 130)
     floors = ppo_floors(SHAPE, SHAPE, [2], [3], compute_bound, slots=1, ppo_epochs=2, reward_model=True)
     over = forward(SHAPE, [5], 3).flops
     assert floors == {
@@ -426,22 +429,17 @@ def test_ceilings_are_measured():
 
 
 # ------------------------------------------------------------------------------------------------------- profile
-@pytest.mark.parametrize("program", ["sft", "rm", "ppo"])
-def test_profile_is_written(program, cafe_data, base_model, sft_dir, rm_dir, tmp_path):
-    import importlib
-
-    flags = ["--data_dir", str(cafe_data), "--log_dir", str(tmp_path), *CPU, "--profile", "True", "--max_steps", "2"]
-    flags += ["--log_interval", "1", "--eval_interval", "0", "--eval_iters", "1"]
-    flags += {
-        "sft": ["--model_name", str(base_model)],
-        "rm": ["--sft_experiment_dir", sft_dir],
-        "ppo": ["--sft_experiment_dir", sft_dir, "--rm_experiment_dir", rm_dir, "--rollout_size", "8"]
-        + ["--mini_batch_size", "8", "--max_new_tokens", "4", "--finetune_mode", "lora"],
-    }[program]
-    experiment = Path(importlib.import_module(f"lightrlhf.{program}").main(flags))
+@pytest.mark.parametrize("program", TRAINED)
+def test_profile_is_written(program, cafe_data, talk_data, tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr(roofline, "MATRIX_SIZES", ((256, 256, 256),))  # larger ones take seconds without AVX-512
+    runs = TinyRuns(tmp_path / "runs", cafe_data, talk_data, tokenizer)
+    experiment = Path(main_of(program)(runs.flags(program, tmp_path / "logs", "--profile", "True", steps=2)))
     written = json.loads((experiment / "profile.json").read_text())
-    assert list(written["phases"]) == (["rollout", "score", "update"] if program == "ppo" else ["update"])
-    for phase in written["phases"].values():
+    assert "update" in written["phases"]
+    known = {name for name, phase in written["phases"].items() if phase["floor"]}
+    assert known == {"ppo": {"rollout", "score", "update"}, "grpo": set(), "reflect_rl": set()}.get(program, {"update"})
+    for name in known:
+        phase = written["phases"][name]
         assert phase["ratio"] == pytest.approx(phase["seconds"] / phase["floor"]) and phase["ratio"] > 1
     shown = (experiment / "profile.md").read_text()
     assert shown == table(written["phases"], Ceilings(written["flops"], written["bandwidth"]))

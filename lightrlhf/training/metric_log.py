@@ -26,6 +26,7 @@ from lightrlhf.training.loss_scale import LossScale
 from lightrlhf.training.means import StepMeans
 from lightrlhf.training.progress import Progress
 from lightrlhf.training.ranks import Ranks
+from lightrlhf.training.roofline import Step, write_profile
 
 IN_PROGRESS_BAR = USUAL_METRICS[:4]
 TIMED = ("rollout", "score", "resample", "update")  # phases of a step whose times are metrics
@@ -51,7 +52,7 @@ class MetricLog:
         self.args, self.ranks, self.progress, self.best = args, ranks, progress, best
         self.means, self.loss_scale, self.on_step, self.dry = StepMeans(means), loss_scale, on_step, dry
         self.names: dict[str, None] = {}  # of the metrics, in order
-        self.rows_for_profile: list[dict[str, Any]] = []  # times and sizes of the logged steps
+        self.profiled: list[Step] = []
         self.bar: Any = None
         self._logger: Logger | None = None  # of the first rank
         self._infinite: set[str] = set()  # infinite metrics that a note has named
@@ -72,13 +73,10 @@ class MetricLog:
             self._logger = None
 
     def write_profile(self, roles: Mapping[str, Any]) -> None:
-        """Write the profile of the logged steps, if there are any. roles: the trained models."""
-        from lightrlhf.training.roofline import write_profile
-
-        if self.rows_for_profile:
-            sizes = self.args, self.ranks.device, self.ranks.world_size
+        """Write the profile of the steps, if there are any. roles: the trained models."""
+        if self.profiled:
             with self._writing("logs"):
-                write_profile(self._path.parent, self.rows_for_profile, dict(roles), *sizes)
+                write_profile(self._path.parent, self.profiled, roles, self.args, self.ranks.device)
 
     @contextmanager
     def show_bar(self, title: str) -> Iterator[Any]:
@@ -107,8 +105,8 @@ class MetricLog:
             unit, number = "steps", work
         else:
             number = sum(map(row_length, work))
-            if self.args.profile:
-                self.rows_for_profile.append({**times, "rows": list(work)})
+        if self.args.profile:
+            self.profiled.append(Step.of({name: seconds[name] for name in TIMED if name in seconds}, work))
         return {**times, f"time/{unit}_per_second": self.ranks.total(number) / sum(times.values())}
 
     def log(self, metrics: Metrics) -> None:
@@ -155,8 +153,6 @@ class MetricLog:
                 f"note: {name} is {values[name]} at step {step}; infinite values are not in metrics.jsonl"
             )
         row: dict[str, Any] = {"step": step, **finite_metrics(values)}
-        if self.args.profile and "time/rollout" in row:
-            self.rows_for_profile.append(row)
         with self._writing("logs"):
             append_jsonl(self._path, [row])
             assert self._logger is not None

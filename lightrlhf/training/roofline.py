@@ -13,15 +13,18 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import nn
 
+from lightrlhf.cli.groups import TrainArgs
+from lightrlhf.data.batch import Batch
+from lightrlhf.data.splits import Row
 from lightrlhf.models.quantisation import compute_dtype
 from lightrlhf.storage.checkpoint import write_text
 from lightrlhf.storage.jsonl import to_json
@@ -133,17 +136,22 @@ def generate(
     return Work(forward(shape, texts, sum(responses)).flops, bytes_per_number * moved)
 
 
-def supervised_floors(
-    shape: Shape, lengths: Sequence[float], num_logits: float, ceilings: Ceilings, shared: Sequence[float] = ()
-) -> dict[str, float]:
-    """Least seconds of `update`: forward, backward and optimiser step on texts of these lengths.
+def update_work(
+    shape: Shape,
+    lengths: Sequence[float],
+    num_logits: float,
+    shared: Sequence[float] = (),
+    epochs: int = 1,
+    optimizer_steps: int = 1,
+) -> list[Work]:
+    """Forward and backward passes over texts of these lengths in each epoch, and the optimiser steps.
 
     shared: lengths of the common prefixes of pairs, which need to be computed once only.
     """
     passes = [
         Work(work(shape, lengths, num_logits).flops - work(shape, shared, 0).flops) for work in (forward, backward)
     ]
-    return {"update": ceilings.seconds(*passes, optimizer_step(shape))}
+    return passes * epochs + [optimizer_step(shape)] * optimizer_steps
 
 
 def shared_lengths(rows: Sequence[dict[str, Any]]) -> list[int]:
@@ -170,21 +178,17 @@ def ppo_floors(
     """Least seconds of the phases of a PPO iteration.
 
     `rollout`: generation, and the reference's log-probabilities (the policy's own come with sampling). `score`: a pass
-    of the critic and of the reward model, if any, assumed to have the critic's shape. `update`: forward and backward
-    passes of policy and critic in each epoch, and the optimiser steps.
+    of the critic and of the reward model, if any, assumed to have the critic's shape. `update`: that of both models.
     """
     texts = [prompt + response for prompt, response in zip(prompts, responses)]
     sampled = sum(responses)
-    value_pass = forward(critic, texts, sampled)
-    learn = [forward(policy, texts, sampled), backward(policy, texts, sampled)]
-    learn += [value_pass, backward(critic, texts, sampled)]
-    steps = [optimizer_step(policy), optimizer_step(critic)] * optimizer_steps
+    updates = [update_work(shape, texts, sampled, (), ppo_epochs, optimizer_steps) for shape in (policy, critic)]
     return {
         "rollout": ceilings.seconds(
             generate(policy, prompts, responses, slots, bytes_per_number), forward(policy, texts, sampled)
         ),
-        "score": ceilings.seconds(*[value_pass] * (2 if reward_model else 1)),
-        "update": ceilings.seconds(*learn * ppo_epochs, *steps),
+        "score": ceilings.seconds(*[forward(critic, texts, sampled)] * (2 if reward_model else 1)),
+        "update": ceilings.seconds(*updates[0], *updates[1]),
     }
 
 
@@ -236,66 +240,76 @@ def best_time(work: Callable[[], Any], device: torch.device, repetitions: int = 
 
 
 # ---------------------------------------------------------------------------------------------- the table of a run
-PHASES = ("rollout", "score", "update")
 Phase = dict[str, float | None]  # seconds, floor and their ratio; None where a program's floor is not known here
 
 
-def profile(
-    timed: Sequence[dict[str, Any]], shapes: dict[str, Shape], args: Any, ceilings: Ceilings, world_size: int = 1
-) -> dict[str, Phase]:
-    """Medians over a run's logged steps, per device: phase -> seconds, floor and seconds / floor.
+@runtime_checkable
+class RoundsArgs(Protocol):
+    """Flags of a program that samples rounds of rows, and learns from each in several passes."""
 
-    timed: a step's `time/*` metrics, with its `rows` where it trained on given texts, or with the other metrics of a
-    rollout. shapes: the trained models by the name that `run.setup` was given.
+    ppo_epochs: int
+    rollout_mini_batch_size: int
+    rm_experiment_dir: str | None
+
+
+class Step(NamedTuple):
+    """Seconds of a step's phases, and what it read: rows, tokens of each text, how many of them the loss counts."""
+
+    seconds: dict[str, float]
+    rows: int = 0
+    lengths: Sequence[int] = ()
+    counted: Sequence[int] = ()
+    shared: Sequence[int] | None = None  # lengths of the common prefixes of pairs; None of samples
+
+    @classmethod
+    def of(cls, seconds: dict[str, float], work: Batch | Sequence[Row] | int) -> Step:
+        """A step on samples or on prepared rows; a number of decisions says nothing of texts."""
+        if isinstance(work, int) or not len(work):
+            return cls(seconds)
+        if isinstance(work, Batch):
+            return cls(seconds, len(work), work.attention_mask.sum(1).tolist(), work.action_mask.sum(1).tolist())
+        texts = [(row, key) for row in work for key in row if key.endswith("input_ids")]
+        counted = [
+            int(torch.as_tensor(row[mask]).sum())
+            if (mask := key.replace("input_ids", "action_mask")) in row
+            else len(row[key]) - row["prompt_len"]
+            for row, key in texts
+        ]
+        return cls(seconds, len(work), [len(row[key]) for row, key in texts], counted, shared_lengths(work))
+
+    def floors(self, shapes: Mapping[str, Shape], args: TrainArgs, ceilings: Ceilings) -> dict[str, float]:
+        """Least seconds of the phases of PPO, and of the update on prepared rows; GRPO may leave samples out."""
+        rounds = args if isinstance(args, RoundsArgs) else None
+        epochs = rounds.ppo_epochs if rounds else 1
+        updates = epochs, epochs * math.ceil(self.rows / args.mini_batch_size)
+        if self.shared is not None:
+            (shape,) = shapes.values()
+            pieces = update_work(shape, self.lengths, sum(self.counted), self.shared, *updates)
+            return {"update": ceilings.seconds(*pieces)}
+        if not (rounds and "critic" in shapes and self.lengths):
+            return {}
+        prompts = [length - response for length, response in zip(self.lengths, self.counted)]
+        sampling = rounds.rollout_mini_batch_size, compute_dtype(args).itemsize
+        models = shapes["policy"], shapes["critic"]
+        has_reward_model = rounds.rm_experiment_dir is not None
+        return ppo_floors(*models, prompts, self.counted, ceilings, *sampling, *updates, has_reward_model)
+
+
+def profile(
+    steps: Sequence[Step], shapes: Mapping[str, Shape], args: TrainArgs, ceilings: Ceilings
+) -> dict[str, Phase]:
+    """Medians over a run's steps, per device: phase -> seconds, floor and seconds / floor.
+
+    shapes: the trained models by the name that `run.setup` was given.
     """
-    measured = [{phase: step[f"time/{phase}"] for phase in PHASES if f"time/{phase}" in step} for step in timed]
-    floors = [
-        _floors_of_rows(step["rows"], shapes, args, ceilings)
-        if "rows" in step
-        else _floors_of_rollout(step, shapes, args, ceilings, world_size)
-        for step in timed
-    ]
+    floors = [step.floors(shapes, args, ceilings) for step in steps]
     found: dict[str, Phase] = {}
-    for phase in measured[0]:
-        seconds = statistics.median(step[phase] for step in measured)
+    for phase in dict.fromkeys(phase for step in steps for phase in step.seconds):
+        seconds = statistics.median(step.seconds[phase] for step in steps if phase in step.seconds)
         known = [step[phase] for step in floors if phase in step]
         floor = statistics.median(known) if known else None
         found[phase] = {"seconds": seconds, "floor": floor, "ratio": seconds / floor if floor else None}
     return found
-
-
-def _floors_of_rows(
-    rows: Sequence[dict[str, Any]], shapes: dict[str, Shape], args: Any, ceilings: Ceilings
-) -> dict[str, float]:
-    """The floors of a step on demonstrations or pairs; the head is read at the counted tokens."""
-    (shape,) = shapes.values()
-    texts = [(key, len(row[key]), row["prompt_len"]) for row in rows for key in row if key.endswith("input_ids")]
-    whole = not getattr(args, "use_targets", True)
-    counted = sum(length if whole else length - start for _, length, start in texts)
-    return supervised_floors(shape, [length for _, length, _ in texts], counted, ceilings, shared_lengths(rows))
-
-
-def _floors_of_rollout(
-    metrics: dict[str, float], shapes: dict[str, Shape], args: Any, ceilings: Ceilings, world_size: int
-) -> dict[str, float]:
-    """The floors of a PPO iteration of which the metrics are known: lengths by their means, so that no floor grows."""
-    if "critic" not in shapes:
-        return {}
-    rows, response = args.rollout_size, metrics["completions/mean_length"]
-    seconds = sum(metrics[f"time/{phase}"] for phase in PHASES)
-    prompt = max(metrics["time/tokens_per_second"] * seconds / world_size / rows - response, 0.0)
-    return ppo_floors(
-        shapes["policy"],
-        shapes["critic"],
-        [prompt] * rows,
-        [response] * rows,
-        ceilings,
-        slots=args.rollout_mini_batch_size,
-        bytes_per_number=compute_dtype(args).itemsize,
-        ppo_epochs=args.ppo_epochs,
-        optimizer_steps=args.ppo_epochs * math.ceil(rows / args.mini_batch_size),
-        reward_model=args.rm_experiment_dir is not None,
-    )
 
 
 def table(phases: dict[str, Phase], ceilings: Ceilings) -> str:
@@ -306,7 +320,7 @@ def table(phases: dict[str, Phase], ceilings: Ceilings) -> str:
         seconds, floor = sum(phase["seconds"] or 0.0 for phase in phases.values()), sum(floors)
         rows["all"] = {"seconds": seconds, "floor": floor, "ratio": seconds / floor}
     lines = [
-        "Median seconds of a logged step, and the least this machine needs for its work at the best measured "
+        "Median seconds of a step, and the least this machine needs for its work at the best measured "
         f"{ceilings.flops / 1e9:,.0f} GFLOP/s and {ceilings.bandwidth / 1e9:,.1f} GB/s.",
         "",
         "| phase | seconds | floor | seconds / floor |",
@@ -319,16 +333,11 @@ def table(phases: dict[str, Phase], ceilings: Ceilings) -> str:
 
 
 def write_profile(
-    directory: Path,
-    timed: Sequence[dict[str, Any]],
-    roles: dict[str, Any],
-    args: Any,
-    device: torch.device,
-    world_size: int,
+    directory: Path, steps: Sequence[Step], roles: Mapping[str, Any], args: TrainArgs, device: torch.device
 ) -> None:
     """Write `profile.json` and `profile.md` of a run; roles: its learning models by name."""
     ceilings = measure_ceilings(device, compute_dtype(args))
     shapes = {name: Shape.of(role.model, role) for name, role in roles.items()}
-    phases = profile(timed, shapes, args, ceilings, world_size)
+    phases = profile(steps, shapes, args, ceilings)
     write_text(directory / "profile.json", to_json({"phases": phases, **ceilings._asdict()}, indent=1))
     write_text(directory / "profile.md", table(phases, ceilings))
