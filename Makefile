@@ -152,10 +152,10 @@ $(IMAGE)/.installed:
 		matplotlib pyarrow sentencepiece
 	touch $@
 
-# Attacks, one line a case and a table at the end; `make attacks ROW=sandbox` runs the file test_sandbox.py alone.
+# Attacks, one line a case and a table at the end; `make attacks ROW=sandbox` runs those of test_sandbox.py.
 ROW ?= *
 attacks: $(VENV)/.tested
-	$(BIN)/python -m pytest -s tests/attacks/test_$(ROW).py
+	$(BIN)/python -m pytest -s -m attack $(wildcard tests/*/test_$(ROW).py)
 
 # All tests, the attacks, then REPEATS times those that draw at random: kills at new steps, new examples of properties.
 REPEATS ?= 5

@@ -16,6 +16,7 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 import pytest
 import torch
 from helpers import CAFE_SIZES, CPU, ROOT, environment, forks, processes, reseal, save_model
+from helpers.attacks import case, pytest_terminal_summary  # noqa: F401  (given to all tests)
 from helpers.servers import Scripted
 from hypothesis import settings
 
@@ -34,6 +35,8 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if "browser" in item.fixturenames:
             item.add_marker(pytest.mark.browser)
+        if "case" in item.fixturenames:
+            item.add_marker(pytest.mark.attack)
 
 
 @pytest.fixture(autouse=True)

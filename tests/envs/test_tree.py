@@ -129,10 +129,10 @@ HOSTILE = {  # what is added to the tree, the path read, the refusal (None: it i
 }
 
 
-@pytest.mark.parametrize("case", HOSTILE)
-def test_a_hostile_tree_is_read_without_harm(case, tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_tree_is_read_without_harm(name, tmp_path, monkeypatch):
     """Reads are refused or bounded, nothing outside is visible, and tasks are still made of the other files."""
-    build, path, refusal, left_out = HOSTILE[case]
+    build, path, refusal, left_out = HOSTILE[name]
     tree = grow(tmp_path / "tree", TEXTS)
     grow(tmp_path, {"secret.txt": SECRET})
     monkeypatch.chdir(tmp_path)  # a shell would create its `x` here

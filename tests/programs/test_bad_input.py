@@ -156,9 +156,9 @@ def good_flags(program: str, world) -> list:
     return flags
 
 
-@pytest.mark.parametrize("case", ONE_FLAG, ids=[" ".join([case[0], *case[1]]) for case in ONE_FLAG])
-def test_a_bad_flag_is_refused_before_anything_is_written(case, world, capsys):
-    program, flags, *pins = case
+@pytest.mark.parametrize("call", ONE_FLAG, ids=[" ".join([call[0], *call[1]]) for call in ONE_FLAG])
+def test_a_bad_flag_is_refused_before_anything_is_written(call, world, capsys):
+    program, flags, *pins = call
     assert not missing(refused(program, [*good_flags(program, world), *flags], capsys), *pins)
     assert not experiments(world)
 
@@ -418,9 +418,9 @@ DEMO = [
 ]
 
 
-@pytest.mark.parametrize("case", DEMO, ids=[" ".join(case[0]) for case in DEMO])
-def test_the_demo_refuses_a_bad_flag(case, sft_dir, capsys):
-    flags, *pins = case
+@pytest.mark.parametrize("call", DEMO, ids=[" ".join(call[0]) for call in DEMO])
+def test_the_demo_refuses_a_bad_flag(call, sft_dir, capsys):
+    flags, *pins = call
     assert not missing(refused("demo", ["--experiment_dir", sft_dir, *flags], capsys), *pins)
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import random
 import shutil
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,9 +14,12 @@ from helpers.errors import error_naming
 
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.data.splits import load_split, save_split
+from lightrlhf.demo.models import example_prompt
 from lightrlhf.models.names import resolve
+from lightrlhf.models.tokenizer import load_tokenizer
 from lightrlhf.storage import seals
-from lightrlhf.storage.checkpoint import is_sealed, save_checkpoint, verify_checkpoint
+from lightrlhf.storage.checkpoint import final_checkpoint, is_sealed, save_checkpoint, verify_checkpoint, write_folder
+from lightrlhf.storage.jsonl import JsonlWriter, read_jsonl
 from lightrlhf.storage.run_dir import stored_arg
 
 ROWS = [{"prompt_len": 1, "input_ids": [5, 6, 7], "targets": torch.tensor([-100, 6, 7])}]
@@ -115,3 +121,193 @@ def test_changed_arguments_of_a_run_are_noticed(tmp_path):
     (tmp_path / "args.json").write_text(json.dumps({"program": "dpo", "beta": 0.3}))
     with error_naming(UsageError, "args.json", "python -m"):
         stored_arg(str(tmp_path), "beta")
+
+
+# -------------------------------------------------------------------------------------------------------------- attacks
+
+STAGES = ("finetune", "preference", "prompts")
+
+
+def said(read) -> str:
+    """The one line of the error of a call, empty without one."""
+    try:
+        read()
+    except UsageError as problem:
+        return str(problem)
+    return ""
+
+
+def flip(file: Path, offset: int, bit: int) -> bytes:
+    """Flip a bit; returns the content before."""
+    before = file.read_bytes()
+    changed = bytearray(before)
+    changed[offset % len(before)] ^= 1 << bit
+    file.write_bytes(changed)
+    return before
+
+
+@pytest.fixture
+def cafe(cafe_data, tmp_path):
+    return shutil.copytree(cafe_data, tmp_path / "cafe")
+
+
+def readers(data: Path) -> dict[str, object]:
+    """What reads each file of a prepared folder that a run reads."""
+    found: dict[str, object] = {}
+    for stage in STAGES:
+        for split in ("train", "validation", "test"):
+            if (data / f"{stage}_{split}.pt").is_file():
+                found[f"{stage}_{split}.pt"] = partial(load_split, data, stage, split)
+    for file in sorted((data / "tokenizer").iterdir()):
+        found[f"tokenizer/{file.name}"] = partial(load_tokenizer, str(data))
+    found["args.json"] = partial(load_split, data, "finetune", "train")
+    found["example_prompt.pt"] = partial(example_prompt, str(data))
+    return found
+
+
+def test_flips_in_prepared_data(cafe, case):
+    rng, reading = random.Random(0), readers(cafe)
+    splits = [name for name in reading if name.endswith(".pt")]
+    for name, times in [(name, 18 if name in splits else 6) for name in reading]:
+        for _ in range(times):
+            place, bit = rng.randrange((cafe / name).stat().st_size), rng.randrange(8)
+            before = flip(cafe / name, place, bit)
+            line = said(reading[name])
+            (cafe / name).write_bytes(before)
+            case(f"{name} byte {place} bit {bit}", name in line and "\n" not in line, line[:0])
+    for place in range(0, (cafe / "manifest.json").stat().st_size, 97):
+        before = flip(cafe / "manifest.json", place, rng.randrange(8))
+        values = [said(read) or read() for read in list(reading.values())[:3]]
+        (cafe / "manifest.json").write_bytes(before)
+        whole = [read() for read in list(reading.values())[:3]]
+        held = all(isinstance(value, str) or repr(value) == repr(one) for value, one in zip(values, whole))
+        case(f"manifest.json byte {place}: refused, or the same rows", held)
+
+
+def test_moved_splits(cafe, case):
+    reading = readers(cafe)
+    splits = [name for name in reading if name.endswith(".pt") and name != "example_prompt.pt"]
+    for name in splits:
+        content = (cafe / name).read_bytes()
+        for other in splits:
+            if other != name:
+                shutil.copy(cafe / other, cafe / name)
+                line = said(reading[name])
+                (cafe / name).write_bytes(content)
+                case(f"{other} copied over {name}", f"{name} is not what was written" in line)
+        for kind, changed in {
+            "cut by one byte": content[:-1],
+            "cut to half": content[: len(content) // 2],
+            "empty": b"",
+            "longer by a byte": content + b"\0",
+            "twice": content * 2,
+        }.items():
+            (cafe / name).write_bytes(changed)
+            line = said(reading[name])
+            (cafe / name).write_bytes(content)
+            case(f"{name} {kind}", f"{name} is not what was written" in line)
+        (cafe / name).rename(cafe / "away")
+        case(f"{name} missing", "does not exist" in said(reading[name]) or "missing" in said(reading[name]))
+        (cafe / "away").rename(cafe / name)
+    for split in ("validation", "test"):
+        for stage in ("unpaired", "dialogue", "refuel"):
+            shutil.copy(cafe / "finetune_train.pt", cafe / f"{stage}_{split}.pt")
+            line = said(partial(load_split, cafe, stage, split))
+            case(f"{stage}_{split}.pt added", f"{stage}_{split}.pt was added" in line)
+    for name in ("chat_template.jinja2", "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model", "x.py"):
+        (cafe / "tokenizer" / name).write_text("{}")
+        case(f"tokenizer/{name} added", f"{name} was added" in said(partial(load_tokenizer, str(cafe))))
+        (cafe / "tokenizer" / name).unlink()
+    (cafe / "tokenizer").rename(cafe / "elsewhere")
+    (cafe / "tokenizer").symlink_to(cafe / "elsewhere")
+    case("a linked tokenizer that is the same loads", said(partial(load_tokenizer, str(cafe))) == "")
+    flip(cafe / "elsewhere" / "tokenizer.json", 99, 1)
+    case("a linked tokenizer that differs", "tokenizer.json" in said(partial(load_tokenizer, str(cafe))))
+    case("--verify False reads it", "what was written" not in said(partial(load_tokenizer, str(cafe), verify=False)))
+
+
+def test_checkpoints(sft_dir, rm_dir, tmp_path, case):
+    rng = random.Random(1)
+    for run in (sft_dir, rm_dir):
+        mine = shutil.copytree(run, tmp_path / Path(run).parts[-4])
+        saved = final_checkpoint(mine)
+        (tmp_path / f"link {mine.name}").symlink_to(saved)
+        ways = [str(saved), str(mine), str(tmp_path / f"link {mine.name}")]
+        files = sorted(path for path in saved.rglob("*") if path.is_file())
+        for file in files:
+            for _ in range(12):
+                place, bit = rng.randrange(file.stat().st_size), rng.randrange(8)
+                before = flip(file, place, bit)
+                name = rng.choice(ways)
+                line = said(partial(resolve, name))
+                file.write_bytes(before)
+                # a manifest that says another hash names that file; one that cannot be read, itself
+                case(f"{mine.name}/{file.name} byte {place} bit {bit}", "is damaged" in line and "\n" not in line)
+        for added in (
+            "model.safetensors.index.json", "adapter_config.json", "modeling.py", "pytorch_model.bin", "tokenizer.model",  # noqa: E501
+            "chat_template.jinja2", "additional_chat_templates/tool_use.jinja", "custom_generate/generate.py",
+            "model-00001-of-00002.safetensors", "vocab.json", "preprocessor_config.json", "deep/manifest.json",
+        ):  # fmt: skip
+            (saved / added).parent.mkdir(exist_ok=True)
+            (saved / added).write_text("{}")
+            for name in ways:
+                case(f"{mine.name}: {added} added", f"{added} was added to it" in said(partial(resolve, name)))
+            (saved / added).unlink()
+        renamed = shutil.copytree(saved, tmp_path / f"mine {mine.name}")
+        case(f"{mine.name}: renamed loads", said(partial(resolve, str(renamed))) == "")
+        for file in sorted(path for path in renamed.rglob("*") if path.is_file() and path.name != "manifest.json"):
+            before = flip(file, 5, 2)
+            case(f"{mine.name}: renamed, {file.name}", file.name in said(partial(resolve, str(renamed))))
+            file.write_bytes(before)
+        before = (mine / "args.json").read_bytes()
+        for _ in range(12):
+            flip(mine / "args.json", rng.randrange(len(before)), rng.randrange(8))
+            line = said(partial(stored_arg, str(mine), "program"))
+            case(f"{mine.name}/args.json", "args.json is not what" in line or "args.json cannot be read" in line, line)
+            (mine / "args.json").write_bytes(before)
+    base = tmp_path / "run" / "base"
+    base.parent.mkdir()
+    write_folder(base, lambda folder: (folder / "config.json").write_text("{}") and None)
+    for changed in (b"[]", b"{} ", b""):
+        (base / "config.json").write_bytes(changed)
+        case("base/config.json", "config.json" in said(partial(resolve, str(base))))
+    foreign = tmp_path / "foreign"
+    foreign.mkdir()
+    (foreign / "config.json").write_text("{}")
+    case("a foreign folder without a manifest loads", said(partial(resolve, str(foreign))) == "")
+
+
+def test_stage_files(tmp_path, case):
+    rng = random.Random(2)
+    for name in ("responses.jsonl", "rewards.jsonl", "dialogues.jsonl"):
+        path = tmp_path / name
+        rows = [{"index": i, "responses": ["a text", "b"], "rewards": [0.5, i]} for i in range(9)]
+        with JsonlWriter(path, {"seed": 1}) as writer:
+            writer.append(*rows)
+        content = path.read_bytes()
+        for place in rng.sample(range(len(content)), 20):
+            flip(path, place, rng.randrange(8))
+            line = said(partial(read_jsonl, path))
+            resumed = said(partial(JsonlWriter, path, {"seed": 1}))
+            path.write_bytes(content)
+            case(f"{name} byte {place}", name in line and name in resumed)
+        for kind, changed in {"cut": content[:-9], "a row less": content[: content.rfind(b"\n{") + 1],
+                              "a row more": content + b'{"index": 9}\n', "in another order": content[::-1]}.items():  # fmt: skip  # noqa: E501
+            path.write_bytes(changed)
+            case(f"{name} {kind}", name in said(partial(read_jsonl, path)))
+            path.write_bytes(content)
+        case(f"{name} as it was", read_jsonl(path) == rows)
+
+
+@pytest.mark.attack
+def test_what_a_seal_costs(tmp_path, capsys):
+    """A line for the page: seconds for a gigabyte, of a split that is in the page cache."""
+    import time
+
+    from lightrlhf.storage.checkpoint import sha256
+
+    torch.save(torch.zeros(2**28, dtype=torch.uint8), tmp_path / "big.pt")
+    start = time.perf_counter()
+    sha256(tmp_path / "big.pt")
+    with capsys.disabled():
+        print(f"seal: {4 * (time.perf_counter() - start):.2f} s per GB")

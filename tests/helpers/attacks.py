@@ -1,35 +1,26 @@
 """Attacks: many cases of one class each, one printed line a case, and a table of them at the end.
 
-They run in the nightly tier (`make attacks`); the ordinary tests hold one red case of each class.
+A test that uses the fixture `case` is an attack. They run in the nightly tier (`make attacks`); the ordinary tests hold
+one red case of each class.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from pathlib import Path
 
 import pytest
 
-TRIED: defaultdict[str, list[bool]] = defaultdict(list)  # by row of the table: whether each case held
-
-
-def pytest_collection_modifyitems(items):
-    for item in items:
-        if Path(__file__).parent in item.path.parents:
-            item.add_marker(pytest.mark.attack)
+TRIED: defaultdict[str, list[bool]] = defaultdict(list)  # by file: whether each case held
 
 
 @pytest.fixture
 def case(request):
-    """Returns `case(name, held, seen="", row=None)`: notes and prints one case; the test fails if any did not hold.
-
-    The row is the module's `ROW` unless named.
-    """
+    """Returns `case(name, held, seen="")`: notes and prints one case; the test fails if any did not hold."""
     broken = []
+    row = request.path.stem.removeprefix("test_")
     capture = request.config.pluginmanager.getplugin("capturemanager")
 
-    def note(name: str, held: bool, seen: str = "", row: str | None = None) -> None:
-        row = row or request.module.ROW
+    def note(name: str, held: bool, seen: str = "") -> None:
         TRIED[row].append(bool(held))
         line = f"{row} {len(TRIED[row]):4d} {'held' if held else 'BROKEN'} {name}{': ' if seen else ''}{seen}"
         capture.suspend_fixture()  # a test that reads its programs' output with capsys

@@ -20,7 +20,6 @@ from helpers.killed import forked, main_of, with_events
 from lightrlhf import ppo
 from lightrlhf.cli.parser import parse
 
-ROW = "soak"
 STEPS = int(os.environ.get("SOAK_STEPS", 10_000))
 KILLS = max(STEPS // 100, 1)
 WIDTH = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}

@@ -6,7 +6,6 @@ import pytest
 from helpers import ROOT, mutants
 from helpers.program_mutants import TESTS
 
-ROW = "mutants"
 SAME = {  # survivors that change no result, by a part of their name, and why
     "self.position = torch.where(self.row == self.idle_row, >>0": "any position in range serves an idle slot",
     "for index in prompt] for prompt in ([2, 3, 4, 5, 6, >>7]": "any tokens serve the trial of an architecture",

@@ -32,7 +32,6 @@ from lightrlhf.storage.jsonl import read_jsonl
 from lightrlhf.storage.run_dir import stored_arg
 from lightrlhf.training.resume import read_state
 
-ROW = "code in files"
 LETHAL = (Exception, SystemExit)
 
 
@@ -111,6 +110,7 @@ def inert(case, canary):
     return check
 
 
+@pytest.mark.attack
 def test_the_canary_sings(canary):
     """Without restrictions the code of these files runs, so that they prove something."""
     for name in ("os.system", "eval", "exec", "open", "Path.touch", "subprocess.call", "os.mkdir", "shutil.copy"):

@@ -20,7 +20,6 @@ from lightrlhf.cli.errors import UsageError
 from lightrlhf.data.rows import load_rows
 from lightrlhf.data.splits import load_split
 
-ROW = "split rows"
 T = torch.tensor
 GOOD = {
     "finetune": {"prompt_len": 2, "input_ids": T([5, 6, 7, 8]), "targets": T([-100, -100, 7, 8])},
@@ -142,11 +141,11 @@ def test_rows_from_python(case):
             and all(isinstance(k, str) for k in columns)
         ):
             held = line == ""  # objects for a reward function
-        case(f"given {stage}: {name}", held, line, "given rows")
+        case(f"given {stage}: {name}", held, line)
     for value in (date.today(), np.array([{}], dtype=object), object()):
         rows = [{**GOOD["prompts"], "columns": {"a": value}}]
         line = said(partial(load_rows, "prompts", "train", "", rows, Vocabulary()))
-        case(f"given prompts: a {type(value).__name__} in columns is passed on", line == "", line, "given rows")
+        case(f"given prompts: a {type(value).__name__} in columns is passed on", line == "", line)
 
 
 def test_splits_with_nothing_to_learn(tmp_path, case):

@@ -14,7 +14,6 @@ from lightrlhf.cli.errors import UsageError
 from lightrlhf.generation.openai_client import RemoteArgs, Servers
 from lightrlhf.storage.jsonl import read_jsonl, write_jsonl
 
-ROW = "servers"
 DEEP = b'{"choices":' + b"[" * 100_000 + b"]" * 100_000 + b"}"
 NOTHING = [None, 7, 1.5, True, [], ["a"], {}, {"text": "a"}, [{"type": "text", "text": "a"}], "\ud800", "a\udfffb"]
 ENDS = [

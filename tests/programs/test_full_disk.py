@@ -21,7 +21,6 @@ from helpers.faulty_disk import ERRNOS, WarmProcess
 from lightrlhf.storage.checkpoint import checkpoints
 from lightrlhf.storage.jsonl import write_jsonl
 
-ROW = "full disk"
 EVENTS = 68
 RESUMED = 12  # every so many cases are gone on with, once the fault is gone, and compared bit by bit
 DEVICE = ["--accelerator", "cpu"]

@@ -16,7 +16,6 @@ from helpers.wrong_replies import of_bytes, wrong_replies
 from lightrlhf.cli.errors import RunFailure
 from lightrlhf.generation import server_client, server_pool, vllm
 
-ROW = "rollout servers"
 SLOW = ("drips", "100 without")
 LOADS = ("/pause", "/collective_rpc", "/reset_prefix_cache", "/update_weight_version", "/resume", "/weight_info")
 

@@ -22,7 +22,6 @@ from helpers.processes import PATIENCE
 pytest.importorskip("gradio", reason="needs pip install -e '.[demo]'")
 httpx = pytest.importorskip("httpx")
 
-ROW = "page"
 PASSWORD = "sésame, ouvre-toi"
 SECRET_NAME = "hidden-experiment"  # what nobody may learn before the password
 SCRIPT = '<img src=x onerror="window.pwned=1"><script>window.pwned=1</script>'

@@ -39,7 +39,6 @@ from lightrlhf.models.tokenizer import load_tokenizer
 from lightrlhf.rewards.encoding import Encoding, Sample
 from lightrlhf.rewards.scorers import FunctionScorer, score_rollout, score_rows
 
-ROW = "control tokens"
 KINDS = ("chatml", "qwen25", "llama3", "llama31_tools", "unnamed_controls", "gemma", "unnamed_turns", "mistral",
          "mistral_tools", "llama2", "phi", "phi_end", "deepseek_r1", "channels", "nested", "folding", "stripping",
          "bare", "two_roles")  # fmt: skip

@@ -25,7 +25,6 @@ from lightrlhf.models.packing import pack_texts
 from lightrlhf.rewards.kl import AdaptiveKL
 from lightrlhf.rewards.scorers import read_together
 
-ROW = "properties"
 many = settings(max_examples=int(os.environ.get("LIGHTRLHF_EXAMPLES", "1000")), deadline=None)
 SEED = st.integers(0, 2**31)
 NUMBER = st.floats(-20, 20)

@@ -27,7 +27,6 @@ from lightrlhf.training.learners import Learners
 from lightrlhf.training.phases import Phases
 from lightrlhf.training.run_files import Checkpoints
 
-ROW = "not finite"
 VALUES = {"NaN": math.nan, "inf": math.inf, "-inf": -math.inf}
 MARKER = 7  # a token that in each split one row alone has
 
@@ -426,7 +425,7 @@ def test_a_damaged_newest_checkpoint(program, runs, case, tmp_path):
             original = sorted(whole.glob("iteration-*/policy"))[-1] if program in ITERATED else whole
             held = weights(last_checkpoint(policy)) == weights(last_checkpoint(original))
             held = held and metrics(policy) == metrics(original)
-        case(f"{program}: {name}", held, str((status, notes, "" if held else text[-300:])), row="damaged checkpoints")
+        case(f"{program}: {name}", held, str((status, notes, "" if held else text[-300:])))
 
 
 @pytest.mark.parametrize("program", TRAINED)
@@ -439,7 +438,7 @@ def test_every_checkpoint_is_damaged(program, runs, case, tmp_path):
     end = ending(tmp_path, lambda: main_of(program)(["--resume_from", str(run)]))
     held = is_one_line(*end, "no good checkpoint", "start a new run", exit_status=2)
     held = held and sorted(path.name for path in run.iterdir()) == before_it
-    case(f"{program}: all damaged", held, str(end[2] or end[1][-300:]), row="damaged checkpoints")
+    case(f"{program}: all damaged", held, str(end[2] or end[1][-300:]))
 
 
 def test_two_newest_checkpoints_are_damaged(runs, case, tmp_path):
@@ -453,4 +452,4 @@ def test_two_newest_checkpoints_are_damaged(runs, case, tmp_path):
         )
         held = status == 0 and text.count("is damaged (") == 2
         held = held and weights(last_checkpoint(run)) == weights(last_checkpoint(runs.whole[program]))
-        case(f"{program}: the two newest", held, text[-200:] * (not held), row="damaged checkpoints")
+        case(f"{program}: the two newest", held, text[-200:] * (not held))

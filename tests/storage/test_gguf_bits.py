@@ -20,7 +20,6 @@ from lightrlhf.models import gguf_writer
 from lightrlhf.models.names import quiet_libraries
 from lightrlhf.storage.gguf_files import open_file, read_gguf
 
-ROW = "gguf bits"
 TYPES = ("f32", "f16", "q8_0", "q4_0")
 
 

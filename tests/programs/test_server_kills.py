@@ -255,5 +255,5 @@ def test_twelve_points_of_every_program_over_a_server(name, programs, server, tm
             problems += [f"asked again: {', '.join(sorted(again))}"] if again else []
         seen = "; ".join(problems) or f"{len(kept)} of {len(rows)} rows were there"
         kind = events[at - 1]
-        case(f"{name} at event {at} of {len(events)}, {kind}", not problems, seen, row=f"kills of {name} over a server")
+        case(f"{name} at event {at} of {len(events)}, {kind}", not problems, seen)
         shutil.rmtree(folder)

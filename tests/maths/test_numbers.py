@@ -28,7 +28,6 @@ from lightrlhf.maths.unpaired import UNPAIRED_LOSSES, Responses
 from lightrlhf.rewards.kl import AdaptiveKL, bounded_scores, token_rewards
 from lightrlhf.rewards.scorers import read_together
 
-ROW = "numbers"
 SEEDS = range(5)
 
 

@@ -29,7 +29,6 @@ from datasets_prep.apps import sandbox, sandbox_child
 from datasets_prep.apps.reward import score_program
 from datasets_prep.apps.sandbox import Limits, run_program
 
-ROW = "sandbox"
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="programs run on Linux only")
 QUICK = Limits(seconds=3, memory=2**29, output=2**18)
 COLUMN = 1 if platform.machine() == "aarch64" else 0
@@ -527,5 +526,5 @@ def test_cheating_is_not_rewarded(case, monkeypatch):
     with ThreadPoolExecutor(2) as pool:
         scores = pool.map(lambda pair: score_program(pair[1], pair[0], QUICK), every.values())
         for name, score in zip(every, scores):
-            case(name, score in (-1.0, -0.6, -0.3), f"{score}", row="cheating")
+            case(name, score in (-1.0, -0.6, -0.3), f"{score}")
     assert len(every) >= 394

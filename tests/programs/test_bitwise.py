@@ -23,7 +23,6 @@ from helpers.bitwise import PROGRAMS
 from helpers.processes import PATIENCE, started
 from helpers.tiny_runs import TinyRuns
 
-ROW = "bitwise"
 AVX2 = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
 SETTINGS = {
     f"{name}, {threads}": extra | dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(threads))
@@ -130,6 +129,7 @@ def test_what_a_model_computes_is_close(found, case):
             case(f"{item}: {pair}", gap <= FURTHEST, f"weights {gap:.1e} of at most {FURTHEST:.0e} apart")
 
 
+@pytest.mark.attack
 def test_table(found):
     """Prints which settings agree, by letters: the same letter, the same bits; then the largest distance."""
     print("\n" + " " * 26 + "  ".join(found))

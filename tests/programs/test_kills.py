@@ -16,7 +16,6 @@ from helpers import kill_seed
 from helpers.killed import differs, forked, main_of, pair, state_of, wait_for_pair, with_events
 from helpers.tiny_runs import ITERATED, PROGRAMS, TRAINED, TinyRuns, experiment_of
 
-ROW = "kills"
 RANKS = ["--devices", "2", "--mini_batch_size", "2", "--micro_batch_size", "1"]
 
 
@@ -92,7 +91,7 @@ def test_killed_at_random_steps_after_the_first_checkpoint(program, whole, case)
     for at in rng.sample(steps, 8):
         difference = one.killed_and_resumed(at)
         name = f"{program} at event {at} of {len(one.events)}, {one.events[at - 1]}"
-        case(name, not difference, difference, row="kills at random steps")
+        case(name, not difference, difference)
 
 
 @pytest.mark.parametrize("program", ["sft", "ppo"])
@@ -103,7 +102,7 @@ def test_killed_at_every_event_of_a_save(program, whole, case):
     ends = one.events.index("has saved", first)
     for at in range(begins + 1, ends + 2):
         difference = one.killed_and_resumed(at)
-        case(f"{program} at {one.events[at - 1]}", not difference, difference, row="kills in a save")
+        case(f"{program} at {one.events[at - 1]}", not difference, difference)
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
@@ -114,7 +113,7 @@ def test_twelve_points_of_every_algorithm(program, whole, case):
     for at in spread(first, len(one.events), 12):
         difference = one.killed_and_resumed(at)
         name = f"{program} at event {at} of {len(one.events)}, {one.events[at - 1]}"
-        case(name, not difference, difference, row=f"kills of {program}")
+        case(name, not difference, difference)
 
 
 # ----------------------------------------------------------------------------------------------------------- two ranks
@@ -171,7 +170,7 @@ def test_one_of_two_ranks_is_killed(pairs, case):
             difference = one.killed_and_resumed(rank, at, alone)
             who = f"rank {rank} alone" if alone else f"rank {rank}, then the other"
             name = f"{program} {strategy}: {who} at event {at} of {len(events)}, {events[at - 1]}"
-            case(name, not difference, difference, row="kills with two ranks")
+            case(name, not difference, difference)
 
 
 def test_a_rank_of_fsdp_is_killed_in_a_save(pairs, case):
@@ -183,4 +182,4 @@ def test_a_rank_of_fsdp_is_killed_in_a_save(pairs, case):
         for number, at in enumerate(spread(begins, ends, 12)):
             difference = one.killed_and_resumed(rank, at, alone=number == 6)
             name = f"rank {rank} at event {at - begins} of {ends - begins}, {events[at - 1]}"
-            case(name, not difference, difference, row="FSDP2 ranks killed in a save")
+            case(name, not difference, difference)

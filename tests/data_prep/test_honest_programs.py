@@ -20,7 +20,6 @@ import pytest
 from datasets_prep.apps import sandbox
 from datasets_prep.apps.reward import score_program
 
-ROW = "honest programs"
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="programs run on Linux only")
 
 
@@ -363,7 +362,7 @@ def test_dishonest_neighbours_get_none(case):
     with ThreadPoolExecutor(2) as pool:
         scores = pool.map(lambda pair: score_program(*pair[2:]), pairs)
         for (name, good, *_), score in zip(pairs, scores):
-            case(name, math.isclose(score, 1.0 if good else -0.3), f"{score}", row="dishonest neighbours")
+            case(name, math.isclose(score, 1.0 if good else -0.3), f"{score}")
 
 
 FAULTS = ("OSError", "MemoryError", "no line", "half a line", "no JSON", "killed", "crash before", "Landlock fails", "seccomp fails", "threads fail", "import fails", "capabilities fail", "limits fail")  # fmt: skip
@@ -399,7 +398,7 @@ def test_failures_of_the_machinery_are_not_scored(case, monkeypatch, tmp_path, f
         child.write_text(text)
         monkeypatch.setattr(sandbox, "CHILD", child)
         score = score_program(program, tests)
-        case(f"{fault}: {program}", math.isnan(score), f"{score}", row="machinery")
+        case(f"{fault}: {program}", math.isnan(score), f"{score}")
         return
     places = [(sandbox.subprocess, "Popen"), (sandbox.tempfile, "TemporaryDirectory"), (sandbox.tempfile, "TemporaryFile"), (sandbox.os, "pipe"), (sandbox.os, "pidfd_open"), (sandbox.selectors, "DefaultSelector")]  # fmt: skip
     numbers = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.EROFS, errno.EIO)
@@ -413,4 +412,4 @@ def test_failures_of_the_machinery_are_not_scored(case, monkeypatch, tmp_path, f
             with monkeypatch.context() as patch:
                 patch.setattr(room, name, fail)
                 score = score_program(program, tests)
-            case(f"{name} {error!r}: {program}", math.isnan(score), f"{score}", row="machinery")
+            case(f"{name} {error!r}: {program}", math.isnan(score), f"{score}")

@@ -18,7 +18,6 @@ from helpers import CPU
 from lightrlhf import programs
 from lightrlhf.cli.errors import UsageError
 
-ROW = "bad calls"
 SETS = ("apps", "cafe", "cafe_talk", "feedback", "generic", "gsm8k", "helpful_harmless", "prompts", "summarization")
 SETS += ("reasoning_gym", "text_envs", "ultrainteract", "webgpt")
 PROGRAMS = [one.module for one in programs.PROGRAMS.values()]

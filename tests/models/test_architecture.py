@@ -14,7 +14,6 @@ from lightrlhf.generation.engine import generate
 from lightrlhf.models.probes import enable_packing
 from lightrlhf.models.roles import Policy, ScalarModel, last_token, policy_inputs
 
-ROW = "architectures"
 SPREADS = {0.0: "own initialisation", 0.1: "wide weights"}
 
 
