@@ -32,13 +32,12 @@ from lightrlhf.generation.engine import generate_steps
 from lightrlhf.generation.rollout import score_logprobs
 from lightrlhf.maths import macro_actions
 from lightrlhf.models.loading import load_policy
-from lightrlhf.models.lora import ADAPTER_CONFIG
 from lightrlhf.models.roles import Policy, vocabulary_size
 from lightrlhf.models.tokenizer import end_ids, load_tokenizer
 from lightrlhf.rewards.encoding import Messages, Sample
 from lightrlhf.rewards.scorers import GroupScorer
 from lightrlhf.storage.checkpoint import checkpoints, step_of
-from lightrlhf.storage.run_dir import choices, locate, stored_arg
+from lightrlhf.storage.run_dir import choices, locate, stored_arg, why_no_model
 from lightrlhf.storage.seals import check_sealed
 
 if TYPE_CHECKING:
@@ -109,13 +108,8 @@ class ModelCache:
         self.lock = threading.Lock()
         self.loaded: OrderedDict[str, LoadedModel] = OrderedDict()  # by path, least recently used first
         for folder in folders:
-            if Path(folder).is_dir() and not any(
-                (Path(folder) / file).is_file() for file in ("args.json", "config.json", ADAPTER_CONFIG)
-            ):
-                raise UsageError(
-                    f"--experiment_dir {folder} is neither a model folder (config.json) "
-                    "nor an experiment dir (args.json)"
-                )
+            if Path(folder).is_dir() and (reason := why_no_model(Path(folder))):
+                raise UsageError(f"--experiment_dir {folder} {reason}")
             if stored_arg(folder, "program") == "rm":
                 raise UsageError(
                     f"--experiment_dir {folder} is a reward model, which generates no text; "

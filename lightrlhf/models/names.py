@@ -23,6 +23,7 @@ from lightrlhf.cli.latest import why_missing
 from lightrlhf.models import lora
 from lightrlhf.storage.checkpoint import checkpoints, follow_best, is_sealed, newest_checkpoint, verify_checkpoint
 from lightrlhf.storage.gguf_files import from_gguf
+from lightrlhf.storage.run_dir import why_no_model
 
 LARGEST_SIZE = 2**31  # of a config's sizes and counts
 MOST_LAYERS = 10_000
@@ -70,9 +71,9 @@ def resolve(name: str, flag: str = "--model_name") -> str:
     check_config(str(path), flag)
     if is_model:
         return name
-    if (path / "args.json").is_file():
-        return str(newest_checkpoint(path, flag))
-    raise UsageError(f"{flag} {name} is neither a model folder (config.json) nor an experiment dir (args.json)")
+    if reason := why_no_model(path):
+        raise UsageError(f"{flag} {name} {reason}")
+    return str(newest_checkpoint(path, flag))
 
 
 def model_folder(name: str) -> Path | None:

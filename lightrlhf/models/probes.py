@@ -99,10 +99,15 @@ def check_room(model: PreTrainedModel, prompts: Sequence[Sequence[int]], args: S
             raise UsageError(f"--eos_ids {index}: the model has {size} tokens; give ids below {size}")
     limit = getattr(model.config, "max_position_embeddings", None)
     longest = max(map(len, prompts))
+    if limit and longest >= limit:
+        raise UsageError(
+            f"a prompt of {longest} tokens fills the model's {limit} positions and leaves no room for a response; "
+            "shorten it (prepared data: --max_prompt_length), or take a model with more positions"
+        )
     if limit and longest + args.max_new_tokens > limit:
         raise UsageError(
             f"--max_new_tokens {args.max_new_tokens} after a prompt of {longest} tokens does not fit into the "
-            f"model's {limit} positions; use at most {max(limit - longest, 0)}"
+            f"model's {limit} positions; use at most {limit - longest}"
         )
 
 

@@ -217,6 +217,19 @@ def required(body: dict[str, Any], *names: str) -> list[str]:
     return [body[name] for name in names]
 
 
+def check_room(longest: int, max_tokens: int, positions: int) -> None:
+    """Raises: Refusal when the longest prompt and its response exceed the model's positions."""
+    if longest >= positions:
+        raise Refusal(
+            f"a prompt of {longest} tokens fills the {positions} positions, without room for a response; shorten it"
+        )
+    if longest + max_tokens > positions:
+        raise Refusal(
+            f"max_tokens {max_tokens} after a prompt of {longest} tokens does not fit into the {positions} positions; "
+            f"use at most {positions - longest}"
+        )
+
+
 def read_completion(body: dict[str, Any], served: Served, chat: bool) -> Completion:
     """The request of a body. Raises: Refusal with one line on what is wrong."""
     values = read_fields(body, OF_CHAT if chat else OF_TEXT)
@@ -228,11 +241,7 @@ def read_completion(body: dict[str, Any], served: Served, chat: bool) -> Complet
     max_tokens = values.get("max_completion_tokens") or values["max_tokens"]
     if max_tokens is None:
         max_tokens = max(served.positions - longest, 1) if chat else 16
-    if longest + max_tokens > served.positions:
-        raise Refusal(
-            f"max_tokens {max_tokens} after a prompt of {longest} tokens does not fit into the {served.positions} "
-            f"positions; use at most {max(served.positions - longest, 0)}"
-        )
+    check_room(longest, max_tokens, served.positions)
     if len(prompts) * n > MOST_ROWS or len(prompts) * n * max_tokens > MOST_TOKENS:
         raise Refusal(
             f"{len(prompts) * n} responses of up to {max_tokens} tokens are more than one request may ask for "

@@ -34,6 +34,7 @@ from lightrlhf.maths.finite import not_finite
 from lightrlhf.storage.checkpoint import damage, sha256, write_folder
 from lightrlhf.storage.gguf_layout import check_kinds, check_layout, read_header
 from lightrlhf.storage.locks import lock_folder
+from lightrlhf.storage.run_dir import why_no_model
 from lightrlhf.storage.writing import writing
 
 FOLDER = "gguf"  # of the cache
@@ -111,11 +112,13 @@ def gguf_file(name: str, flag: str) -> Path:
 
 
 def check_model_exists(name: str, flag: str) -> None:
-    """Raises: UsageError, before any work, unless a name stands for a folder here or a GGUF file."""
+    """Raises: UsageError, before any work, unless a name stands for a model or a run here, or for a GGUF file."""
     if is_gguf(name):
         gguf_file(name, flag)
     elif not Path(name).is_dir():
         raise UsageError(f"{flag} {name} {why_missing(name)}")
+    elif reason := why_no_model(Path(name)):
+        raise UsageError(f"{flag} {name} {reason}")
 
 
 def describe_file(name: str, flag: str = "--model_name") -> str:

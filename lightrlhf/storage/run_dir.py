@@ -14,11 +14,12 @@ import shutil
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from lightrlhf.cli.errors import UsageError, first_line
-from lightrlhf.cli.latest import LATEST
+from lightrlhf.cli.latest import LATEST, why_missing
 from lightrlhf.storage.checkpoint import MANIFEST, accepting, checkpoints, follow_best, is_sealed, set_aside, step_of
 from lightrlhf.storage.destinations import check_destination, check_output
 from lightrlhf.storage.locks import LOCK
@@ -26,6 +27,8 @@ from lightrlhf.storage.seals import check_sealed
 from lightrlhf.storage.temporary import is_temporary, temporary_path
 from lightrlhf.storage.writing import make_folder, rename, sync_folder, writing
 
+MOST_FOLDERS = 1000  # in which runs are looked for
+MODEL_FILES = ("config.json", "adapter_config.json")
 ITERATION = re.compile(r"iteration-([0-9]+)")
 # files that a run writes before its first checkpoint
 BEGINNING = {"args.json", "base", "logs", "metrics.jsonl", "rollouts.jsonl", "samples.jsonl", "trajectories", "wandb"}
@@ -87,6 +90,21 @@ def is_experiment_dir(directory: str) -> bool:
     """Whether a path is an experiment dir, rather than a checkpoint or a plain model folder."""
     path = Path(directory)
     return (path / "args.json").is_file() and step_of(path) is None
+
+
+def why_no_model(folder: Path) -> str | None:
+    """Why a folder is neither a model nor an experiment dir, and what to give instead; None if it may be one."""
+    has_args = (folder / "args.json").is_file()
+    if any((folder / name).is_file() for name in MODEL_FILES) or (is_sealed(folder) and not has_args):
+        return None
+    if any(folder.glob("*_train.pt")):
+        return "holds prepared data, which --data_dir takes; give an experiment dir or a model folder here"
+    if has_args or step_of(folder) is not None:
+        return None
+    below = [Path(place) for place, _, files in islice(os.walk(folder), MOST_FOLDERS) if "metrics.jsonl" in files]
+    if below:
+        return f"holds runs, such as {max(below, key=lambda run: run.stat().st_mtime)}; give one of them"
+    return "is neither a model folder (config.json) nor an experiment dir (args.json)"
 
 
 def locate(directory: str, key: str) -> str | None:
@@ -151,7 +169,9 @@ def read_metrics(experiment_dir: str) -> list[dict[str, Any]]:
     path = Path(experiment_dir) / "metrics.jsonl"
     rows = read_logged(path)
     if rows is None:
-        raise UsageError(f"--experiment_dir {experiment_dir} has no metrics.jsonl")
+        reason = why_no_model(path.parent) if path.parent.is_dir() else why_missing(experiment_dir)
+        reason = reason or "has no metrics.jsonl"
+        raise UsageError(f"--experiment_dir {experiment_dir} {reason}")
     if not rows:
         raise UsageError(f"{path} has no metrics yet")
     return rows

@@ -7,10 +7,17 @@ import shutil
 from pathlib import Path
 
 import pytest
-from helpers import last_checkpoint
-from helpers.errors import refused
+from helpers import last_checkpoint, tiny_model
+from helpers.errors import error_naming, refused
 from helpers.killed import main_of
 from helpers.tiny_runs import TRAINED, experiment_of
+
+from lightrlhf.cli.errors import UsageError
+from lightrlhf.cli.groups import SamplingArgs
+from lightrlhf.models.names import resolve
+from lightrlhf.models.probes import check_room
+from lightrlhf.storage.gguf_files import check_model_exists
+from lightrlhf.storage.run_dir import read_metrics
 
 EVALUATED = {  # flags of an evaluation, which needs a validation split
     "iterative_refuel": ("--iterations", 1, "--eval_dialogues", 2),
@@ -32,3 +39,26 @@ def test_a_run_without_a_validation_split_goes_on_as_the_error_says(program, run
     assert "validation.pt" in line and remedy
     main_of(program)([*flags, *remedy[1].split()])
     assert last_checkpoint(experiment_of(tmp_path / "logs"))
+
+
+def test_a_folder_that_is_no_model_says_what_it_is(cafe_data, sft_dir, tmp_path):
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    for folder, fact in [(cafe_data, "--data_dir"), (Path(sft_dir).parents[1], Path(sft_dir)), (empty, "config.json")]:
+        with error_naming(UsageError, "--flag", folder, fact):
+            check_model_exists(str(folder), "--flag")
+        with error_naming(UsageError, "--flag", folder, fact):
+            resolve(str(folder), "--flag")
+        with error_naming(UsageError, folder, fact):
+            read_metrics(str(folder))
+    check_model_exists(sft_dir, "--flag")
+
+
+def test_a_prompt_that_fills_the_context_is_told_apart_from_a_long_response():
+    model = tiny_model("llama")
+    limit = model.config.max_position_embeddings
+    args = SamplingArgs(max_new_tokens=8)
+    with error_naming(UsageError, f"{limit} positions", "--max_prompt_length"):
+        check_room(model, [[5] * limit], args)
+    with error_naming(UsageError, "--max_new_tokens 8", "at most 3"):
+        check_room(model, [[5] * (limit - 3)], args)

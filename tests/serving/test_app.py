@@ -269,6 +269,7 @@ REFUSED = [
     ({"prompt": "\ud800"}, "prompt must be"),
     ({"prompt": {"text": "a"}}, "prompt must be"),
     ({"max_tokens": 300}, "does not fit into the 256 positions; use at most 254"),
+    ({"prompt": [5] * 256}, "fills the 256 positions"),
     ({"max_tokens": 0}, "max_tokens must be a whole number of at least 1, not 0"),
     ({"max_tokens": "5"}, "max_tokens must be"),
     ({"n": 0}, "n must be a whole number from 1"),
