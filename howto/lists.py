@@ -11,6 +11,7 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from urllib.parse import urljoin
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -30,8 +31,8 @@ def algorithms() -> str:
     """README's table: programs, method and papers of each page."""
     lines = ["| program | method | paper |", "|---|---|---|"]
     for page, programs in pages().items():
-        papers = [paper.rpartition(": ") for paper in programs[0].papers]
-        links = ", ".join(f"[{name}](https://arxiv.org/abs/{number})" for name, _, number in papers)
+        papers = [paper.split(": ") for paper in programs[0].papers]
+        links = ", ".join(f"[{name}]({urljoin('https://arxiv.org/abs/', place)})" for name, place in papers)
         names = ", ".join(f"`{one.name}`" for one in programs)
         lines.append(f"| [{names}](howto/algorithms/{page}.md) | {programs[0].method} | {links} |")
     return "\n".join(lines)

@@ -17,7 +17,7 @@ class Program(NamedTuple):
     args: str  # its class of arguments
     data: str = ""  # the rows that an algorithm trains on: the first word of their files, or environment
     method: str = ""  # for README; "" where another program has the same page
-    papers: tuple[str, ...] = ()  # such as Ouyang 2022: 2203.02155, by their numbers on arXiv
+    papers: tuple[str, ...] = ()  # such as Ouyang 2022: 2203.02155, by number on arXiv or address
     page: str = ""  # below howto/algorithms, if not its own
     uses: tuple[str, ...] = ()  # programs that it imports; all else is in rooms
     turns: tuple[str, str] = ("turn", "shown")  # what the demo calls a text of the policy, and one between two

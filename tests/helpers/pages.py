@@ -14,6 +14,7 @@ from lightrlhf.programs import PROGRAMS
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "howto").rglob("*.md"))]
 BLOCK = re.compile(r"(<!-- parse only -->\n+)?^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+PAGE_WITHIN = re.compile(r"^````markdown\n.*?^````$", re.MULTILINE | re.DOTALL)  # of a page that shows another
 DOCUMENT = re.compile(r"^(?P<command>cat .*<<'END')\n(?P<given>.*?)^END\n", re.MULTILINE | re.DOTALL)
 
 
@@ -33,7 +34,7 @@ class Command:
 
 def blocks(text: str, language: str) -> list[tuple[str, bool]]:
     """(content, whether it is marked `parse only`) of each fenced block of a language."""
-    return [(body, bool(marked)) for marked, name, body in BLOCK.findall(text) if name == language]
+    return [(body, bool(marked)) for marked, name, body in BLOCK.findall(PAGE_WITHIN.sub("", text)) if name == language]
 
 
 def commands_of(script: str, parse_only: bool = False) -> list[Command]:
