@@ -26,7 +26,7 @@ import functools
 import json
 import os
 import random
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -106,7 +106,7 @@ class PrepareArgs(DryRunArgs):
     """Maximum tokens of prompt and response; longer ones are truncated and get no end token."""
     max_prompt_length: int | None = at_least(1, None)
     """Maximum tokens of a prompt; rows with a longer one are dropped. By default 128 tokens are left for a response."""
-    minimum_response_length: int = at_least(0, 2, show="rarely")
+    minimum_response_length: int = at_least(0, 1, show="rarely")
     """Minimum characters of a response; rows with a shorter one are dropped."""
     max_turns: int = at_least(1, 5, show="rarely")
     """Maximum turns of a dialogue."""
@@ -309,7 +309,7 @@ def prepare(
     if args.dry_run:
         examples, dropped = collect(args, islice(rows, report.TRIED), encoder)
         if not examples:
-            raise RunFailure(_no_rows(args, examples, dropped))
+            raise RunFailure(report.no_rows(args, examples, dropped))
         return report.try_out(args, examples, dropped, tokenizer)
     examples, dropped = collect(args, rows, encoder)
     if "unpaired" in examples and (odd := next((d for d in dropped if d.reason.startswith("label is neither")), None)):
@@ -317,7 +317,7 @@ def prepare(
             f"{odd.source}: {odd.reason}, or make it true or false everywhere; other rows have such labels"
         )
     if not any("train" in splits for splits in examples.values()):
-        raise RunFailure(_no_rows(args, examples, dropped))
+        raise RunFailure(report.no_rows(args, examples, dropped))
     replaced = _stored(destination / "args.json").get("dataset_name")
     summary = report.summarise(args, examples, dropped, tokenizer, earlier=_stored(destination / "report.json"))
     with replacing(destination, STAGES if args.stage == "all" else [args.stage]) as folder:
@@ -521,20 +521,6 @@ def _stored(path: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise UsageError(f"{path} is no JSON object; use another --destination_dir")
     return found
-
-
-def _no_rows(args: PrepareArgs, examples: dict[str, Any], dropped: list[Dropped]) -> str:
-    if examples:
-        return (
-            f"--dataset_name {args.dataset_name}: all rows are in validation and test, none is left to train on; "
-            "give --validation_percentage 0 --test_percentage 0"
-        )
-    if not dropped:
-        return f"--dataset_name {args.dataset_name} has no rows for --stage {args.stage}"
-    reasons = Counter(row.reason for row in dropped).most_common(3)
-    first = next((row.source for row in dropped if row.reason == reasons[0][0]), "")
-    counts = ", ".join(f"{count} x {reason}" for reason, count in reasons)
-    return f"--dataset_name {args.dataset_name}: no row is left to train on ({counts}; first {first})"
 
 
 def _write_skipped(path: Path, dropped: list[Dropped]) -> None:

@@ -39,6 +39,18 @@ LENGTHS = {
     "prompts": ("max_prompt_length",),
     "dialogue": ("max_dialogue_length", "turn_prompt_length", "turn_response_length"),
 }
+REMEDIES = {  # reason for dropping a row: the flag, or what to do about it
+    "response_too_short": "lower --minimum_response_length",
+    "prompt_too_long": "raise --max_prompt_length",
+    "no_trained_tokens": "raise --max_length",
+    "same_responses_after_cut": "raise --max_length",
+    "response_too_long": "raise --turn_response_length",
+    "dialogue_too_long": "raise --max_dialogue_length",
+    "too_many_turns": "raise --max_turns",
+    "same_input": "keep all by --remove_same_inputs False",
+    "same_responses": "keep all by --remove_same_responses False",
+    "special_token_in_text": "remove the token from the text, or give messages",
+}
 Splits = dict[str, dict[str, list[Example]]]
 
 
@@ -78,6 +90,7 @@ def summarise(
     counts = Counter((row.reason, row.stage or "any") for row in dropped)
     reasons = [
         {"reason": reason, "stage": stage, "rows": count, "first": where[reason, stage]}
+        | ({"remedy": todo} if (todo := remedy(args, reason, stage)) else {})
         for (reason, stage), count in sorted(counts.items())
     ]
     every = [example for splits in examples.values() for members in splits.values() for example in members]
@@ -99,6 +112,34 @@ def summarise(
         + before["notes"],
         "dropped": reasons,
     }
+
+
+def remedy(args: Any, reason: str, stage: str | None) -> str:
+    """What to do about rows dropped for a reason, with the flag's value; "" where the reason says it."""
+    todo = REMEDIES.get(reason, "")
+    if reason == "prompt_too_long" and stage == "dialogue":
+        todo = "raise --turn_prompt_length"
+    verb, _, name = todo.partition(" --")
+    if verb not in ("raise", "lower"):
+        return todo
+    value = args.longest_prompt() if name == "max_prompt_length" else getattr(args, name)
+    return f"{todo} ({value})"
+
+
+def no_rows(args: Any, examples: Splits, dropped: list[Dropped]) -> str:
+    """The error of a preparation without a training split."""
+    if examples:
+        return (
+            f"--dataset_name {args.dataset_name}: all rows are in validation and test, none is left to train on; "
+            "give --validation_percentage 0 --test_percentage 0"
+        )
+    if not dropped:
+        return f"--dataset_name {args.dataset_name} has no rows"
+    reasons = Counter(row.reason for row in dropped).most_common(3)
+    first = next(row for row in dropped if row.reason == reasons[0][0])
+    counts = ", ".join(f"{count} x {reason}" for reason, count in reasons)
+    todo = "".join(f"; {todo}" for todo in [remedy(args, first.reason, first.stage)] if todo)
+    return f"--dataset_name {args.dataset_name}: no row is left to train on ({counts}; first {first.source}){todo}"
 
 
 def _first(row: Dropped, dropped: list[Dropped]) -> str:
@@ -288,7 +329,8 @@ def _show_reasons(summary: dict[str, Any]) -> None:
         for value in dict.fromkeys(entry[name] for entry in summary[kind]):
             entries = [entry for entry in summary[kind] if entry[name] == value]
             first = f", first {entries[0]['first']}" if kind == "dropped" else ""
-            print(f"  {verb} {value}: {_counted(entries)}{first}")
+            todo = "".join(f"; {todo}" for todo in dict.fromkeys(e["remedy"] for e in entries if "remedy" in e))
+            print(f"  {verb} {value}: {_counted(entries)}{first}{todo}")
     for line in length_warnings(summary):
         print(f"  warning: {line}")
     for name, file in summary["files"].items():

@@ -52,8 +52,6 @@ class ReasoningGymArgs(PrepareArgs):
     """Items of each task in the training split."""
     num_held_out: int = at_least(1, 100)
     """Items of each task in the validation and in the test split."""
-    minimum_response_length: int = 1
-    """Minimum characters of a response; an answer may be a digit."""
 
     def _check(self) -> None:
         if not self.tasks:

@@ -113,8 +113,6 @@ class TextEnvArgs(RemoteArgs, PrepareArgs):
     """Maximum tokens of prompt and response; longer rows are truncated and get no end token."""
     max_prompt_length: int = 960
     """Maximum tokens of a prompt; rows with a longer one are dropped."""
-    minimum_response_length: int = 1
-    """Minimum characters of a response; a label has one."""
     remove_same_inputs: bool = False
     """Keep only the first row of each prompt; states recur, so the default keeps all."""
 

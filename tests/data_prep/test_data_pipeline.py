@@ -168,8 +168,8 @@ def test_filters_count_what_they_drop():
     assert reasons([row, row], remove_same_inputs=False) == []
     assert reasons([row | {"rejected": " good"}]) == ["same_responses"]
     assert reasons([row | {"rejected": " good"}], remove_same_responses=False) == []
-    assert reasons([row | {"chosen": " " * 9 + "a"}]) == ["response_too_short"]
-    assert reasons([row | {"chosen": " a"}], minimum_response_length=1) == []
+    assert reasons([row | {"chosen": " " * 9 + "a"}]) == []
+    assert reasons([row | {"chosen": " a"}], minimum_response_length=2) == ["response_too_short"]
     assert reasons([row | {"prompt": "word " * 300}]) == ["prompt_too_long"]
     assert reasons([row], max_prompt_length=3) == ["prompt_too_long"]
     assert reasons([row], max_length=8, max_prompt_length=8) == ["no_trained_tokens"]
@@ -198,6 +198,28 @@ def test_dialogue_limits():
     assert why(dialogue(4), max_dialogue_length=40) == ["dialogue_too_long"]
     redundant = [{"messages": dialogue(2)}, {"messages": dialogue(2, answer="other")}]
     assert reasons(redundant, stage="dialogue", remove_same_inputs=False) == ["same_dialogue"]
+
+
+@pytest.mark.parametrize(
+    ("row", "flag", "value"),
+    [
+        ({"prompt": "p", "completion": " B"}, "minimum_response_length", 3),
+        ({"prompt": "word " * 9, "completion": " yes"}, "max_prompt_length", 4),
+        ({"prompt": "p", "completion": " yes"}, "max_length", 1),
+        ({"messages": dialogue(3)}, "max_turns", 2),
+        ({"messages": dialogue(1)}, "turn_prompt_length", "2"),
+        ({"messages": dialogue(1)}, "turn_response_length", "1"),
+        ({"messages": dialogue(1)}, "max_dialogue_length", 3),
+    ],
+)
+def test_rows_dropped_by_a_length_name_its_flag(write, capsys, row, flag, value):
+    """Where some rows are left, and where none is."""
+    stage = "dialogue" if "messages" in row else "finetune"
+    with error_naming(RunFailure, f"--{flag} ({value})"):
+        write([row], stage=stage, **{flag: value})
+    capsys.readouterr()
+    write([row, {"prompt": "q", "completion": " never too long", "split": "train"}], **{flag: value})
+    assert f"--{flag} ({value})" in capsys.readouterr().out
 
 
 def test_a_cut_row_has_no_end_token():

@@ -536,7 +536,7 @@ def test_every_file_is_prepared_or_refused_in_one_line(tmp_path, capsys):
         source = write(folder / file, rows)
         capsys.readouterr()
         flags = {"destination_dir": folder / "out", "dataset_name": source, "tokenizer_name": tmp_path / "tokenizer"}
-        flags |= {"validation_percentage": 0, "test_percentage": 0, "num_proc": 1, "minimum_response_length": 1}
+        flags |= {"validation_percentage": 0, "test_percentage": 0, "num_proc": 1}
         command = [f"--{name}={value}" for name, value in flags.items()]
         try:
             generic.main([*command, *(["--columns", ",".join(columns)] if columns else [])])

@@ -116,7 +116,7 @@ def prepared(kind: Kind, rows: list[dict[str, Any]], folder: Path, **flags: Any)
     """Prepare `rows`, each named by its place in the list, which its first user turn or prompt tells as `case7:`."""
     args = arguments(
         destination_dir=str(folder), dataset_name="zoo", validation_percentage=0, test_percentage=0, shuffle=False,
-        remove_same_inputs=False, minimum_response_length=1, save_skipped_examples=True, max_turns=99,
+        remove_same_inputs=False, save_skipped_examples=True, max_turns=99,
         turn_prompt_length="100000", turn_response_length="100000", **TALL, **flags,
     )  # fmt: skip
     named = [{"source": f"case:{number}", **row} for number, row in enumerate(rows)]
@@ -326,7 +326,7 @@ def test_a_file_gives_the_rows_of_the_dialogues(name, dialogues, tmp_path):
     flags = {"destination_dir": "data", "dataset_name": "mine.jsonl", "tokenizer_name": "tokenizer"}
     folders = [f"--{flag}={tmp_path / value}" for flag, value in flags.items()]
     splits = ["--validation_percentage=0", "--test_percentage=0", "--shuffle=False", "--num_proc=1"]
-    generic([*folders, *splits, "--minimum_response_length=1", "--max_length=9999"])
+    generic([*folders, *splits, "--max_length=9999"])
     rows = torch.load(tmp_path / "data" / "finetune_train.pt", weights_only=True)
     assert [trained(row) for row in rows] == [
         trained(row) for number in kept for row in written.rows["finetune"][number]
