@@ -8,8 +8,8 @@ task by task.
 
 A case is suspicious where the right answer is not scored, or is not the best paid; where text without an answer gets,
 for any prompt, more than a tenth of its pay, a wrong or hedged answer more than half on average, or repetition more
-than once alone; and where the function fails. A function that pays for something else, such as the format, has no right
-answer to be judged by.
+than once alone; and where the function fails. Where the data has no right answers, the four cases that need none are
+tried and their pay is shown, not judged.
 
 Left out: reward models (`lightrlhf.evaluate` has their accuracy), and attacks made for one function.
 """
@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from lightrlhf.cli.errors import UsageError, one_line_errors
+from lightrlhf.cli.errors import one_line_errors
 from lightrlhf.cli.fields import at_least, check_args, flag, positive, random_seed
 from lightrlhf.cli.functions import load_function
 from lightrlhf.cli.groups import DataArgs
@@ -55,6 +55,7 @@ class Case(NamedTuple):
     share: float  # of the right answer's pay above which it is suspicious, on average
     each: bool = False  # whether it is suspicious above it in any row
     in_format: bool = True  # whether `--answer_format` is put around it
+    needs_answer: bool = True  # whether it is made of right answers
 
 
 def _other(rng: random.Random, right: str, answers: Sequence[str]) -> str | None:
@@ -64,10 +65,14 @@ def _other(rng: random.Random, right: str, answers: Sequence[str]) -> str | None
 
 CASES = {
     RIGHT: Case(lambda rng, row, right, answers: right, math.inf),
-    "nothing": Case(lambda rng, row, right, answers: "", 0.1, each=True, in_format=False),
-    "random words": Case(lambda rng, row, right, answers: " ".join(rng.choices(WORDS, k=8)), 0.1, each=True),
-    "a refusal": Case(lambda rng, row, right, answers: "I do not know", 0.1, each=True),
-    "the prompt": Case(lambda rng, row, right, answers: row["prompt"], 0.1, each=True, in_format=False),
+    "nothing": Case(lambda rng, row, right, answers: "", 0.1, each=True, in_format=False, needs_answer=False),
+    "random words": Case(
+        lambda rng, row, right, answers: " ".join(rng.choices(WORDS, k=8)), 0.1, each=True, needs_answer=False
+    ),
+    "a refusal": Case(lambda rng, row, right, answers: "I do not know", 0.1, each=True, needs_answer=False),
+    "the prompt": Case(
+        lambda rng, row, right, answers: row["prompt"], 0.1, each=True, in_format=False, needs_answer=False
+    ),
     "all answers": Case(lambda rng, row, right, answers: ", ".join(answers) if len(answers) > 1 else None, 0.5),
     f"answer x {REPEATS}": Case(lambda rng, row, right, answers: " ".join([right] * REPEATS), 1.0),
     "another answer": Case(lambda rng, row, right, answers: _other(rng, right, answers), 0.5),
@@ -107,13 +112,16 @@ class CheckRewardArgs(DataArgs):
 def run(args: CheckRewardArgs) -> list[dict[str, Any]]:
     """Check reward functions; returns a row of results for each function, task and case.
 
-    Raises: UsageError when a function cannot be imported, or the data has no answers.
+    Raises: UsageError when a function cannot be imported.
     """
     check_args(args, CheckRewardArgs)
     for path in args.reward_function:
         load_function(path, "--reward_function")
     check_data_dir(args)
     groups = by_task(args, read_rows(args))
+    for task in [task for task, rows in groups.items() if rows[0]["answer"] is None]:
+        skipped = ", ".join(name for name, case in CASES.items() if case.needs_answer)
+        print(f"skipped{task and ' for '}{task}: {skipped}; the data has no column {' or '.join(ANSWERS)}")
     results = []
     for path in args.reward_function:
         workers = Workers(path, args.reward_timeout)
@@ -129,29 +137,27 @@ def run(args: CheckRewardArgs) -> list[dict[str, Any]]:
 
 # ------------------------------------------------------------------------------------------------------------ the data
 def read_rows(args: CheckRewardArgs) -> list[Row]:
-    """Prompts as text with `columns` and the right `answer`. Raises: UsageError without a column of answers."""
+    """Prompts as text with `columns` and the right `answer`, None without one."""
     tokenizer = load_tokenizer(args.data_dir, verify=args.verify)
-    prompts = load_prompts(args.data_dir, args.split, args.verify)
-    names = {name for row in prompts for name in row["columns"]}
-    if names.isdisjoint(ANSWERS):
-        found = f"its columns are {', '.join(sorted(names))}" if names else "it has no columns"
-        raise UsageError(f"{args.data_dir} has no column {' or '.join(ANSWERS)}; {found}")
     rows = []
-    for index, row in enumerate(prompts):
-        given = [row["columns"][name] for name in ANSWERS if row["columns"].get(name) is not None]
-        if given:
-            prompt = decode(tokenizer, [int(token) for token in row["input_ids"]])
-            rows.append({"index": index, "prompt": prompt, "columns": row["columns"], "answer": str(given[0])})
+    for index, row in enumerate(load_prompts(args.data_dir, args.split, args.verify)):
+        given = [str(row["columns"][name]) for name in ANSWERS if row["columns"].get(name) is not None]
+        prompt = decode(tokenizer, [int(token) for token in row["input_ids"]])
+        rows.append({"index": index, "prompt": prompt, "columns": row["columns"], "answer": next(iter(given), None)})
     return rows
 
 
 def by_task(args: CheckRewardArgs, rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """`--num_prompts` random rows of each task, in their order; one group without a name where there are no tasks."""
+    """`--num_prompts` random rows of each task, in their order; one group without a name where there are no tasks.
+
+    Rows without an answer are left out where others of their task have one.
+    """
     groups: dict[str, list[Row]] = {}
     for row in rows:
         groups.setdefault(str(row["columns"].get("task") or ""), []).append(row)
     rng = random.Random(args.seed)
     for task, members in groups.items():
+        members = [row for row in members if row["answer"] is not None] or members
         chosen = rng.sample(range(len(members)), min(args.num_prompts, len(members)))
         groups[task] = [members[place] for place in sorted(chosen)]
     return groups
@@ -160,10 +166,12 @@ def by_task(args: CheckRewardArgs, rows: Sequence[Row]) -> dict[str, list[Row]]:
 # ---------------------------------------------------------------------------------------------------------- the checks
 def check(args: CheckRewardArgs, workers: Workers, rows: Sequence[Row]) -> dict[str, list[Row]]:
     """For each case its responses: index of the row, response, score (None: not scored), failure, seconds of a call."""
-    answers = list(dict.fromkeys(row["answer"] for row in rows))
+    answers = list(dict.fromkeys(row["answer"] for row in rows if row["answer"] is not None))
     rng = random.Random(args.seed)
     found: dict[str, list[Row]] = {}
     for name, case in CASES.items():
+        if case.needs_answer and not answers:
+            continue
         texts = [case.answer(rng, row, row["answer"], answers) for row in rows]
         asked = [(row, text) for row, text in zip(rows, texts) if text is not None]
         responses = [
@@ -195,7 +203,7 @@ def summarised(found: dict[str, list[Row]], names: dict[str, str]) -> list[dict[
     """A row of results for each case that has responses, with what is suspicious about it, if anything."""
     scores = [row["score"] for rows in found.values() for row in rows if row["score"] is not None]
     top, floor = max(scores, default=0.0), min([0.0, *scores])
-    own = [row["score"] for row in found[RIGHT] if row["score"] is not None]
+    own = [row["score"] for row in found.get(RIGHT, ()) if row["score"] is not None]
     pay = sum(own) / len(own) if own else floor
     results = []
     for case, rows in found.items():
@@ -216,7 +224,7 @@ def summarised(found: dict[str, list[Row]], names: dict[str, str]) -> list[dict[
             if len(scored) < len(rows):
                 reasons.append(f"{len(rows) - len(scored)} of {len(rows)} are not scored")
                 worst = next(row for row in rows if row["score"] is None)
-        elif mean is not None:
+        elif mean is not None and RIGHT in found:
             each, allowed = CASES[case].each, CASES[case].share * (pay - floor) + EPSILON
             if (worst["score"] if each else mean) - floor > allowed:
                 highest = f", {worst['score']:.3g} at most" if each else ""

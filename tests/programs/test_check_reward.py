@@ -105,3 +105,34 @@ def test_bad_arguments_are_one_line(data, flags, words, capsys):
         main(["--data_dir", str(data), *flags])
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert stop.value.code == 2 and words in line
+
+
+@pytest.fixture
+def unanswered(data):
+    rows = torch.load(data / "prompts_train.pt", weights_only=True)
+    save_split(data, "prompts", "train", [row | {"columns": {"unit": 1}} for row in rows])
+    return data
+
+
+def test_cases_that_need_no_answer_are_tried_without_a_column_of_answers(unanswered, capsys):
+    results = checked(unanswered, "pays_anything")
+    assert {row["case"]: row["mean"] for row in results} == dict.fromkeys(
+        ("nothing", "random words", "a refusal", "the prompt"), 1.0
+    )
+    assert not any(row["suspicious"] for row in results)  # there is no pay of a right answer to compare with
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("skipped")]
+    assert all(word in line for word in ("right answer", "all answers", "another answer", "ground_truth"))
+
+
+def test_a_function_that_needs_the_answer_fails_without_one(unanswered):
+    results = checked(unanswered, "exact")
+    assert len(results) == 4 and all("fails on 12 of 12" in row["suspicious"] for row in results)
+
+
+def test_only_tasks_without_answers_are_cut_short(data):
+    rows = torch.load(data / "prompts_train.pt", weights_only=True)
+    for number, row in enumerate(rows):
+        row["columns"] = {"task": "odd"} if number % 2 else row["columns"] | {"task": "even"}
+    save_split(data, "prompts", "train", rows)
+    cases = [row["task"] for row in checked(data, "pays_nothing")]
+    assert cases.count("even") == 8 and cases.count("odd") == 4
