@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
+from helpers import ROOT
 from helpers.errors import error_naming
 
 from examples.experiments import (
@@ -45,6 +47,13 @@ def test_the_pages_are_those_of_the_rows():
     for path, text in made.items():
         assert path.read_text(encoding="utf-8") == text, f"{path}: make claims"
     assert all(any(f"<!-- rows: {name} -->" in text for text in made.values()) for name in TABLES)
+
+
+def test_the_readme_says_how_many_claims_held():
+    counts = {name: int(n) for name, n in re.findall(r"^\| ([a-z ]+) \| (\d+) \|$", claims.claims_page(), re.MULTILINE)}
+    tested = sum(counts.values()) - counts[claims.HOPELESS]
+    said = f"of {tested} claims [{counts['held']} held](howto/claims.md)"
+    assert said in " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
 
 
 def test_a_page_follows_its_rows(monkeypatch, tmp_path):

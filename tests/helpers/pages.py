@@ -58,13 +58,15 @@ def programs() -> list[str]:
 
 
 def parse_flags(module: str, flags: list[str], folder: Path) -> object:
-    """Parse flags as the program does; every `--…_dir` and `--responses_file` is made in `folder`, empty."""
+    """Parse flags as the program does; every `--…_dir` and `--responses_file` is made in `folder`, without content."""
     from lightrlhf.cli.hub import is_gguf
     from lightrlhf.cli.parser import parse
 
     for flag, value in flags_with_values(flags):
         if flag.endswith("_dir") and flag != "destination_dir" and not is_gguf(value):
             (folder / value).mkdir(parents=True, exist_ok=True)
+            if flag == "experiment_dir" and not any((folder / value).iterdir()):
+                (folder / value / "config.json").write_text("{}")  # a model, for programs that look at what it is
         if flag == "responses_file":
             (folder / value).parent.mkdir(parents=True, exist_ok=True)
             (folder / value).touch()
