@@ -34,7 +34,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -62,6 +62,9 @@ from lightrlhf.storage.locks import lock_folder
 from lightrlhf.storage.seals import seal
 from lightrlhf.storage.temporary import remove, temporary_path
 from lightrlhf.storage.writing import make_folder, sync_folder, writing
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 CHUNK = 1000  # rows tokenised per call
 RESPONSE_ROOM = 128  # tokens left for a response by default, as many as the trainers sample
@@ -157,7 +160,7 @@ class PrepareArgs(DryRunArgs):
         """Maximum tokens of a prompt."""
         return self.max_prompt_length or self.max_length - min(RESPONSE_ROOM, self.max_length // 2)
 
-    def wraps(self, tokenizer: Any) -> bool:
+    def wraps(self, tokenizer: PreTrainedTokenizerBase) -> bool:
         """Whether plain prompts become a user message."""
         return bool(self.chat_template) if self.wrap_prompts is None else self.wrap_prompts
 
@@ -227,13 +230,12 @@ def load_tokenizer(name: str) -> Any:
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
     except Exception as problem:  # hub client, network and tokenizer classes raise errors of their own
-        line = (str(problem).splitlines() or [type(problem).__name__])[0]
-        raise UsageError(f"--tokenizer_name {name}: cannot be loaded ({line})") from None
+        raise UsageError(f"--tokenizer_name {name}: cannot be loaded ({first_line(problem)})") from None
     declare_ends(tokenizer, name)
     return tokenizer
 
 
-def complete(tokenizer: Any, chat_template: str | None) -> Any:
+def complete(tokenizer: PreTrainedTokenizerBase, chat_template: str | None) -> Any:
     """Add a missing pad token and a chat template: `chat_template`, else the tokenizer's own, else the plain one.
 
     Raises: UsageError if there is no usable end token, or the template cannot be rendered.
@@ -286,7 +288,7 @@ def prepare(
     judge: str | None = None,
     reward: str | None = None,
     example_prompt: str | list[dict[str, str]] = "Hello, how are you?",
-    tokenizer: Any = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
     given: frozenset[str] = frozenset(),
     stages: tuple[str, ...] = STAGES,
 ) -> dict[str, Any]:
@@ -295,8 +297,7 @@ def prepare(
     `judge` and `reward` are import paths (`module:function`) stored in args.json; `given` are the held-out splits of
     the source, which are then not carved out of train; `stages` are those that the dataset supports.
     A dry run reads the first rows, prints some, and leaves the destination as it is.
-    Raises: UsageError or RunFailure, with the destination unchanged; RunFailure when the upload fails, with the data
-        written.
+    Raises: UsageError or RunFailure, with the destination unchanged; RunFailure when the upload fails afterwards.
     """
     tokenizer = tokenizer or load_tokenizer(args.tokenizer_name)
     wraps = args.wraps(tokenizer)
@@ -313,9 +314,7 @@ def prepare(
         return report.try_out(args, examples, dropped, tokenizer)
     examples, dropped = collect(args, rows, encoder)
     if "unpaired" in examples and (odd := next((d for d in dropped if d.reason.startswith("label is neither")), None)):
-        raise RunFailure(
-            f"{odd.source}: {odd.reason}, or make it true or false everywhere; other rows have such labels"
-        )
+        raise RunFailure(f"{odd.source}: {odd.reason}, or make it true or false everywhere; other rows have labels")
     if not any("train" in splits for splits in examples.values()):
         raise RunFailure(report.no_rows(args, examples, dropped))
     replaced = _stored(destination / "args.json").get("dataset_name")
@@ -373,8 +372,8 @@ def collect(
             dropped.append(Dropped(reason, example.place.source, example.stage, example.row))
         else:
             result[example.stage][example.place.split].append(example)
-    ordered = {stage: {split: result[stage][split] for split in SPLITS if result[stage][split]} for stage in STAGES}
-    ordered = {stage: splits for stage, splits in ordered.items() if splits}
+    stages = [stage for stage in STAGES if stage in result]
+    ordered = {stage: {split: result[stage][split] for split in SPLITS if split in result[stage]} for stage in stages}
     if args.shuffle:
         for stage, splits in ordered.items():
             for split, members in splits.items():
@@ -524,6 +523,5 @@ def _stored(path: Path) -> dict[str, Any]:
 
 
 def _write_skipped(path: Path, dropped: list[Dropped]) -> None:
-    with path.open("w", encoding="utf-8") as file:
-        for row in dropped:
-            file.write(json.dumps(dataclasses.asdict(row), default=str) + "\n")
+    lines = (json.dumps(dataclasses.asdict(row), default=str) + "\n" for row in dropped)
+    path.write_text("".join(lines), encoding="utf-8")

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from lightrlhf.cli.errors import UsageError, one_line_errors
 from lightrlhf.cli.fields import at_least, check_args, flag, random_seed
@@ -36,13 +36,15 @@ from lightrlhf.data.tokens import marked_text
 from lightrlhf.models.loading import find_device
 from lightrlhf.models.names import resolve
 from lightrlhf.models.tokenizer import load_tokenizer, store_tokenizer
+from lightrlhf.rewards import functions, loading
 from lightrlhf.rewards.encoding import Encoding, samples_of_row
-from lightrlhf.rewards.functions import RewardFunctions
-from lightrlhf.rewards.loading import load_rewards
 from lightrlhf.rewards.scorers import GroupScorer, with_rewards
 from lightrlhf.storage import checkpoint, destinations, jsonl, locks, results, run_dir, seals
 from lightrlhf.storage.writing import writing
 from lightrlhf.training.provenance import given_objects
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 CHUNK = 256  # prompts scored between two writes
 READ = ("prompt", "responses")  # of each row
@@ -115,7 +117,7 @@ class AnnotateArgs(RewardArgs, SealArgs, DryRunArgs):
         return Path(self.output_file or Path(self.responses_file).with_suffix(".rewards.jsonl"))
 
 
-def run(args: AnnotateArgs, *, reward: RewardFunctions | None = None) -> str:
+def run(args: AnnotateArgs, *, reward: functions.RewardFunctions | None = None) -> str:
     """Score responses and choose pairs; returns the file with rewards, in a dry run the file of the responses.
 
     reward: replaces what the flags would load.
@@ -140,7 +142,7 @@ def run(args: AnnotateArgs, *, reward: RewardFunctions | None = None) -> str:
     return output
 
 
-def try_batch(args: AnnotateArgs, rows: list[Row], reward: RewardFunctions | None) -> None:
+def try_batch(args: AnnotateArgs, rows: list[Row], reward: functions.RewardFunctions | None) -> None:
     """Score the responses of one batch, and print the first row and the first pair."""
     tried = rows[: max(1, args.rollout_mini_batch_size // max(len(rows[0]["responses"]), 1))] if rows else []
     if not tried:
@@ -164,15 +166,15 @@ def try_batch(args: AnnotateArgs, rows: list[Row], reward: RewardFunctions | Non
 
 
 # ---------------------------------------------------------------------------------------------------------- rewards
-def make_scorer(args: AnnotateArgs, reward: RewardFunctions | None) -> GroupScorer:
+def make_scorer(args: AnnotateArgs, reward: functions.RewardFunctions | None) -> GroupScorer:
     """What scores the responses of a prompt."""
     device = find_device(args.accelerator)
     settings = (args, device, args.rollout_mini_batch_size, reward)
-    return load_rewards(*settings, wrap_prompts=args.rm_chat_template, grouped=True).of_groups
+    return loading.load_rewards(*settings, wrap_prompts=args.rm_chat_template, grouped=True).of_groups
 
 
 def write_rewards(
-    args: AnnotateArgs, rows: Sequence[Row], output: Path, reward: RewardFunctions | None = None
+    args: AnnotateArgs, rows: Sequence[Row], output: Path, reward: functions.RewardFunctions | None = None
 ) -> list[Row]:
     """Write the rows with `rewards`, resuming after the complete rows of the file; returns them."""
     with jsonl.JsonlWriter(output, settings_of(args) | given_objects(reward=reward)) as writer:
@@ -228,7 +230,7 @@ def penalised(scores: Sequence[float | None], lengths: Sequence[int], penalty: f
 
 
 def choose_pairs(
-    args: AnnotateArgs, choose_type: str, rows: Sequence[Row], tokenizer: Any
+    args: AnnotateArgs, choose_type: str, rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase
 ) -> tuple[list[Row], Counter[str]]:
     """Preference rows, at most one per prompt, and the number of pairs and of each reason for having none.
 
@@ -265,7 +267,9 @@ def choose_pairs(
     return pairs, counts
 
 
-def write_pairs(args: AnnotateArgs, folder: Path, pairs: Sequence[Row], counts: Counter[str], tokenizer: Any) -> str:
+def write_pairs(
+    args: AnnotateArgs, folder: Path, pairs: Sequence[Row], counts: Counter[str], tokenizer: PreTrainedTokenizerBase
+) -> str:
     """Write the splits, the tokenizer and the report into `folder`; returns a line on them.
 
     Raises: UsageError when there is no pair.

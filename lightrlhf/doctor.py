@@ -31,14 +31,6 @@ from lightrlhf.cli.parser import parse
 from lightrlhf.storage.results import print_table
 
 GIB = 2**30
-# bytes a parameter: weights, gradients and two moments in float32; a frozen base and its adapters' share of one percent
-WAYS = {
-    "all weights, AdamW": 16.0,
-    "LoRA, base in float32": 4.16,
-    "LoRA, base in bfloat16": 2.16,
-    "LoRA, base in 4 bits": 0.72,
-}
-RESERVE = 0.3  # share of the memory kept for activations, rollouts and libraries
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,9 +56,11 @@ def run(args: DoctorArgs) -> dict[str, Any]:
     show(f"Extras (what is missing comes from the clone: pip install -e '.[{example}]')", report["extras"])
     if broken:
         raise RunFailure(f"required packages: {', '.join(broken)}; install them from the clone: pip install -e .")
+    from lightrlhf.training.memory import largest_models
+
     report["devices"] = devices()
-    report["fits"] = {name: largest(room) for name, room in report["devices"].items()}
-    sizes = [[way, *(billions(fits[way]) for fits in report["fits"].values())] for way in WAYS]
+    report["fits"] = fits = {name: largest_models(room) for name, room in report["devices"].items()}
+    sizes = [[way, *(billions(fits[name][way]) for name in fits)] for way in largest_models(0)]
     title = "largest model, 30% of the memory kept for activations and rollouts"
     print_table(title, ["parameters", *report["fits"]], sizes)
     if args.seconds:
@@ -180,11 +174,6 @@ def devices() -> dict[str, int]:
         for number in range(torch.cuda.device_count())
     }
     return ({"CPU": total_memory()} if total_memory() else {}) | gpus
-
-
-def largest(memory: float) -> dict[str, float]:
-    """Parameters of the largest model that fits by each way of training."""
-    return {way: (1 - RESERVE) * memory / size for way, size in WAYS.items()}
 
 
 def billions(parameters: float) -> str:

@@ -115,7 +115,7 @@ def train(
     args: DPOArgs,
     *,
     policy: Any = None,
-    tokenizer: Any = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
     rows: Given | None = None,
     on_step: OnStep | None = None,
 ) -> Path:

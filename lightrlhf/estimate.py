@@ -33,21 +33,18 @@ from lightrlhf.cli.fields import at_least, check_args, positive
 from lightrlhf.cli.groups import ModelArgs, SamplingArgs
 from lightrlhf.cli.parser import parse
 from lightrlhf.data.batch import inference_batch_size
+from lightrlhf.generation import graphs, packed_decoder
 from lightrlhf.generation.engine import no_gradients
-from lightrlhf.generation.graphs import BucketedSlots
-from lightrlhf.generation.packed_decoder import packed_dtype
 from lightrlhf.generation.slots import Slots
 from lightrlhf.maths.head import head_logprobs, logit_rows
 from lightrlhf.models import frozen, loading, lora, names, quantisation
 from lightrlhf.models.forward import embedding_rows, inference, model_inputs, packed_inputs, packed_texts
 from lightrlhf.storage.results import print_table
+from lightrlhf.training.memory import FLOAT, GIB, MOMENTS, QUANTISED
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-FLOAT = 4  # bytes; weights that are trained, gradients and optimiser state are float32 in every precision
-QUANTISED = {8: 1.0, 4: 0.5 + 4 / 64}  # bytes by bits; nf4 has a scale for each 64 weights
-OPTIMIZER_BYTES = {"AdamW": 8, "Adam": 8, "AdamW8bit": 2, "PagedAdamW32bit": 8}
 UNITS = {"M": 1e6, "B": 1e9}
 MOST = 1024  # examples of a micro-batch
 RESERVE = 2.0  # GiB of a device for its libraries (0.5 to 1 GiB) and what the allocator cannot use
@@ -299,7 +296,7 @@ def estimate(args: EstimateArgs, config: Any = None) -> dict[str, float]:
     parts: dict[str, float] = {
         "weights": weights,
         "gradients": FLOAT * learning,
-        "optimizer": OPTIMIZER_BYTES[args.optimizer] * learning,
+        "optimizer": MOMENTS[args.optimizer] * learning,
         "activations": activations,
         "rollout": rollout,
     }
@@ -362,7 +359,7 @@ def logprobs(model: PreTrainedModel, states: Tensor, count: int, device: str) ->
 class RoundedSlots(Slots):
     """Slots with as many columns as captured steps have, which run on CUDA alone."""
 
-    columns_for = staticmethod(BucketedSlots.columns_for)
+    columns_for = staticmethod(graphs.BucketedSlots.columns_for)
 
 
 def sample(args: EstimateArgs, model: PreTrainedModel, fake: Any) -> None:
@@ -376,7 +373,7 @@ def sample(args: EstimateArgs, model: PreTrainedModel, fake: Any) -> None:
     settings = SamplingArgs(max_new_tokens=args.max_new_tokens)
     with inference(model), autocast(args), no_gradients(model) if args.precision != "32-true" else nullcontext():
         kind, uniforms = RoundedSlots if prefixes else Slots, torch.zeros(len(prompts), args.max_new_tokens)
-        dtype = packed_dtype(model, args.max_new_tokens)
+        dtype = packed_decoder.packed_dtype(model, args.max_new_tokens)
         copy = [
             torch.empty_like(weight, dtype=dtype) for weight in model.parameters() if dtype
         ]  # of the packed decoder
@@ -403,7 +400,7 @@ def score(args: EstimateArgs, model: PreTrainedModel, fake: Any) -> None:
 # ----------------------------------------------------------------------------------------------------------- the answer
 def show(args: EstimateArgs, parts: dict[str, float]) -> None:
     """Print the parts as a table, and what fits into `--memory_gb`."""
-    lines: list[list[str] | None] = [[name, f"{size / 2**30:.2f}"] for name, size in parts.items()]
+    lines: list[list[str] | None] = [[name, f"{size / GIB:.2f}"] for name, size in parts.items()]
     title = f"{args.algorithm} of {args.model_name}, --finetune_mode {args.finetune_mode}"
     print_table(title, ["part", "GiB"], [*lines[:-1], None, lines[-1]])
     if args.memory_gb is not None:
@@ -412,7 +409,7 @@ def show(args: EstimateArgs, parts: dict[str, float]) -> None:
 
 def verdict(args: EstimateArgs, peak: float, memory_gb: float) -> str:
     """Whether a peak fits into GiB of memory less the reserve, and the largest micro-batch (1, 2, 4 …) that does."""
-    room = (memory_gb - RESERVE) * 2**30
+    room = (memory_gb - RESERVE) * GIB
 
     def fits(size: int) -> bool:
         return estimate(dataclasses.replace(args, micro_batch_size=size))["peak"] <= room

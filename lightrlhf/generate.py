@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -167,11 +167,14 @@ def answer(args: GenerateArgs, models: Models, rows: Sequence[Row]) -> Iterable[
     return map(in_order, answered)
 
 
-def scored(args: GenerateArgs, rows: Sequence[Row], scorer: scorers.GroupScorer, tokenizer: Any) -> list[Row]:
+def scored(
+    args: GenerateArgs, rows: Sequence[Row], scorer: scorers.GroupScorer, tokenizer: PreTrainedTokenizerBase | None
+) -> list[Row]:
     """The rows with `rewards` and the best response; with `--ref_scores` also the rewards of the data's answers."""
     rows = [{**row, **best_of(row)} for row in scorers.with_rewards(rows, scorer)]
     for name in ("ref", "rejected") if args.ref_scores else ():
         own = [row for row in rows if f"{name}_ids" in row]
+        assert tokenizer is not None
         texts = [decode(tokenizer, row[f"{name}_ids"]) for row in own]
         answers = [
             [encoding.Sample(row["prompt"], text, False, row["prompt_ids"], row[f"{name}_ids"])]

@@ -71,7 +71,7 @@ def train(
     args: KTOArgs,
     *,
     policy: Any = None,
-    tokenizer: Any = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
     rows: Given | None = None,
     on_step: OnStep | None = None,
 ) -> Path:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from lightrlhf import refuel
 from lightrlhf.cli.errors import UsageError, one_line_errors
 from lightrlhf.cli.fields import at_least
-from lightrlhf.cli.groups import RolloutLogArgs, ServerArgs
+from lightrlhf.cli.groups import EvalIntervalArgs, RolloutLogArgs, ServerArgs
 from lightrlhf.cli.parser import parse
 from lightrlhf.data.batch import dialogue_pair_batch, mix_seed
 from lightrlhf.data.rows import Splits
@@ -54,7 +54,7 @@ GAP = ("sampling/kl", "sampling/ratio_max")  # between servers and trainer, of t
 
 
 @dataclass(frozen=True, kw_only=True)
-class OnlineRefuelArgs(refuel.RegressionArgs, DialogueArgs, ServerArgs, RolloutLogArgs):
+class OnlineRefuelArgs(refuel.RegressionArgs, EvalIntervalArgs, DialogueArgs, ServerArgs, RolloutLogArgs):
     """Multi-turn RLHF by regression on relative futures, from dialogues rolled out while training."""
 
     experiment_name: str = "rlhf-online-refuel"
@@ -71,8 +71,6 @@ class OnlineRefuelArgs(refuel.RegressionArgs, DialogueArgs, ServerArgs, RolloutL
     """Score of a dialogue whose trained turn was cut by its length."""
     whiten_rewards: bool = False
     """Shift and scale the rewards of a step to mean 0 and variance 1, over both sides and all devices."""
-    eval_interval: int = at_least(0, 100)
-    """Steps between evaluations on the validation split; 0 switches them off."""
 
 
 # ---------------------------------------------------------------------------------------------------------- program

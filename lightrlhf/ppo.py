@@ -267,7 +267,7 @@ def segment_responses(args: PPOArgs, rollout: Rollout, lengths: Tensor, parser: 
     lengths: (B, REPEATED_LENGTHS) uniform numbers, for random lengths.
     """
     if parser is not None:
-        return parsed_segments(rollout, rollout.tokenizer, parser, PARSING_CUTOFF, args.ngram)
+        return parsed_segments(rollout, parser, PARSING_CUTOFF, args.ngram)
     if args.termination_condition == "ppl":
         return macro_actions.perplexity(rollout.action_mask, rollout.ref_logprobs), 0
     if args.termination_condition == "randomized":

@@ -39,7 +39,7 @@ from lightrlhf.models.tokenizer import load_tokenizer
 from lightrlhf.storage.destinations import check_destination
 from lightrlhf.storage.results import label, panels, save_figure
 from lightrlhf.storage.writing import make_folder, writing
-from lightrlhf.training.summary import peak_memory
+from lightrlhf.training.memory import peak_memory
 
 # flags of the stages, also of the experiments that start from these models
 SFT: dict[str, Any] = {

@@ -272,3 +272,18 @@ def test_texts_reach_tokenizers_through_data_tokens_alone():
             if called == "tokenizer" or owner.endswith(("tokenizer", "backend")):
                 raw.add(module_name(path))
     assert raw == RAW.keys()
+
+
+def test_a_function_says_in_its_types_which_flags_and_tokenizers_it_reads():
+    untyped = []
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "getattr" and len(node.args) == 3:
+                is_untyped = ast.unparse(node.args[0]).endswith("args")
+            elif isinstance(node, ast.arg | ast.AnnAssign):
+                name = node.arg if isinstance(node, ast.arg) else ast.unparse(node.target)
+                is_untyped = name.endswith("tokenizer") and ast.unparse(node.annotation or node) == "Any"
+            else:
+                continue
+            untyped += [f"{module_name(path)}:{node.lineno}"] * is_untyped
+    assert not untyped, "a default for a flag, or a tokenizer of any type"

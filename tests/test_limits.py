@@ -12,8 +12,7 @@ FUNCTION, CLASS, FILE, PROGRAM, IMPORTS, TRAIN = 60, 300, 450, 480, 30, 44  # li
 TRAIN_OF = {"reflect_rl": 50, "online_dpo": 60, "iterative_refuel": 60}
 EXCEPTIONS: dict[str, int] = {
     "datasets_prep/apps/sandbox_child.py": 472,
-    "datasets_prep/common.py": 529,
-    "datasets_prep/common.py:prepare": 63,
+    "datasets_prep/common.py": 527,
     "datasets_prep/formats.py": 507,
     "datasets_prep/reading.py": 464,
     "lightrlhf/online_refuel.py imports": 37,

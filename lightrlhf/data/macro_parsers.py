@@ -64,14 +64,15 @@ class ParseError(ValueError):
 
 
 # ------------------------------------------------------------------------------------------------ segmenting responses
-def parsed_segments(rollout: Rollout, tokenizer: Any, parser: Parser, cutoff: int, fallback: int) -> tuple[Tensor, int]:
+def parsed_segments(rollout: Rollout, parser: Parser, cutoff: int, fallback: int) -> tuple[Tensor, int]:
     """Segments (B, T-1) of the responses, and the number of responses that could not be parsed.
 
     Those are segmented every `fallback` tokens, with 0 not at all.
     """
+    assert rollout.tokenizer is not None
     starts, failures = [], 0
     for ids, has_actions in zip(rollout.response_ids(), rollout.action_mask.any(1).tolist()):
-        text, ends = token_ends(tokenizer, ids)
+        text, ends = token_ends(rollout.tokenizer, ids)
         try:
             starts.append(segment_starts(check_spans(parser(text), text), ends, cutoff) if has_actions else [0])
         except Exception:  # parsers raise any exception

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
@@ -137,6 +137,6 @@ def ids_of_prompt(tokenizer: PreTrainedTokenizerBase, row: Row) -> list[int]:
         raise UsageError(f"{where}: {problem}") from None
 
 
-def with_text(row: Row, tokenizer: Any) -> Row:
+def with_text(row: Row, tokenizer: PreTrainedTokenizerBase) -> Row:
     """The row with its prompt as text, too; tokenizer: needed where the row has ids alone."""
     return row if "prompt" in row else {**row, "prompt": decode(tokenizer, row["prompt_ids"])}

@@ -65,7 +65,12 @@ def load_splits(stage: str, args: SplitArgs, given: Given | None, tokenizer: Pre
 
 
 def load_rows(
-    stage: str, split: str, data_dir: str, given: Given | None, tokenizer: Any, verify: bool = True
+    stage: str,
+    split: str,
+    data_dir: str,
+    given: Given | None,
+    tokenizer: PreTrainedTokenizerBase | None,
+    verify: bool = True,
 ) -> list[Row]:
     """Rows of a split: the given ones, else `--data_dir`'s, compared with its seal if `verify`.
 
@@ -93,6 +98,7 @@ def load_rows(
         rows = list(given) if split == "train" else []
     if split == "train" and not rows:
         raise UsageError(f"no {stage} rows were given to train on")
+    assert tokenizer is not None
     rows = [_prepared(row, stage, tokenizer, f"given row {index}") for index, row in enumerate(rows)]
     if rows:
         check_rows(rows, stage, vocab_size=vocab_size)

@@ -268,7 +268,7 @@ def macro_segments(
     else:
         parser = make_parser(stored_arg(experiment, "parser"), stored_arg(experiment, "parser_model"))
         cutoff = stored_arg(experiment, "parsing_cutoff") or PARSING_CUTOFF
-        segments, _ = parsed_segments(rollout, tokenizer, parser, cutoff, fallback=1)
+        segments, _ = parsed_segments(rollout, parser, cutoff, fallback=1)
     return segments[rollout.action_mask].tolist()
 
 

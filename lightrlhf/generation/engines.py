@@ -121,7 +121,7 @@ class Remote:
 
     def prepared(self, args: EngineArgs, rows: Sequence[Row]) -> list[Row]:
         """The rows with their prompts as text, or messages."""
-        return [with_text(row, self.tokenizer) for row in rows]
+        return [with_text(row, self.tokenizer) if self.tokenizer else row for row in rows]
 
     def respond(self, args: EngineArgs, rows: Sequence[Row]) -> Iterator[Row]:
         """The prepared rows with their K responses, in order; the text of a refused one is None."""

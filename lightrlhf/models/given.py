@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lightrlhf.cli.errors import UsageError, list_names
-from lightrlhf.cli.groups import ModelArgs
+from lightrlhf.cli.groups import DataArgs, DataSetsArgs, ModelArgs, RunArgs
 from lightrlhf.models import frozen, lora
 from lightrlhf.models.architecture import scalar_head
 from lightrlhf.models.complete import HEADS
@@ -38,8 +38,9 @@ def load_start(
 
     shares: whether other roles may use its backbone, with LoRA.
     """
-    if resumed := getattr(args, "resume_from", None):
-        check_stored_ids(tokenizer, getattr(args, "data_dir", "the data"), resumed)
+    if isinstance(args, RunArgs) and args.resume_from:
+        where = args.data_name if isinstance(args, DataArgs | DataSetsArgs) else "the data"
+        check_stored_ids(tokenizer, where, args.resume_from)
     if given is not None:
         return as_policy(given, args, tokenizer, shares)
     source, flag = starting_model(args)

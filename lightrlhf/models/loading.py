@@ -217,7 +217,7 @@ def merge_below_dora(model: PreTrainedModel, args: ModelArgs, loaded: LoadedAdap
 
 
 def load_model(
-    auto_class: Any, source: str, flag: str, args: ModelArgs, tokenizer: Any, **options: Any
+    auto_class: Any, source: str, flag: str, args: ModelArgs, tokenizer: PreTrainedTokenizerBase | None, **options: Any
 ) -> tuple[PreTrainedModel, str | None, LoadedAdapters]:
     """Load a Hugging Face model, in float32 or with its matrices in `args.base_dtype`.
 
@@ -228,6 +228,7 @@ def load_model(
     use_batched_attention()
     base, config = base_name(source, flag), None
     if base is None:
+        assert tokenizer is not None
         model = auto_class.from_config(tiny_config(tokenizer, **options))
     else:
         config = lora.adapter_config(source, flag)

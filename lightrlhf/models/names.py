@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from lightrlhf.cli.errors import UsageError, first_line
+from lightrlhf.cli.groups import ModelArgs, StartArgs
 from lightrlhf.cli.hub import is_gguf
 from lightrlhf.cli.latest import why_missing
 from lightrlhf.models import lora
@@ -42,11 +43,11 @@ def quiet_libraries() -> None:
     transformers_logging.disable_progress_bar()
 
 
-def starting_model(args: Any) -> tuple[str, str]:
+def starting_model(args: ModelArgs) -> tuple[str, str]:
     """Name of the model that a later stage starts from, and its flag: `--sft_experiment_dir`, else `--model_name`."""
-    if getattr(args, "sft_experiment_dir", None):
+    if isinstance(args, StartArgs) and args.sft_experiment_dir:
         return args.sft_experiment_dir, "--sft_experiment_dir"
-    return args.model_name, "--model_name"
+    return args.model_name or "", "--model_name"
 
 
 def resolve(name: str, flag: str = "--model_name") -> str:

@@ -40,7 +40,7 @@ def quantisation_options(args: ModelArgs) -> dict[str, Any]:
 
 def compute_dtype(args: ModelArgs | DeviceArgs) -> torch.dtype:
     """Dtype of matrix products with this `--precision`; float32 for a program without it."""
-    return MIXED.get(getattr(args, "precision", ""), torch.float32)
+    return MIXED.get(args.precision, torch.float32) if isinstance(args, DeviceArgs) else torch.float32
 
 
 def check_stored_quantisation(base: str, flag: str, args: ModelArgs, is_scalar: bool = False) -> bool:

@@ -22,7 +22,7 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -36,6 +36,9 @@ from lightrlhf.storage.gguf_layout import check_kinds, check_layout, read_header
 from lightrlhf.storage.locks import lock_folder
 from lightrlhf.storage.run_dir import why_no_model
 from lightrlhf.storage.writing import writing
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 FOLDER = "gguf"  # of the cache
 READING = 2  # raise it when files are read otherwise, so that no folder of an older release is taken
@@ -61,8 +64,6 @@ PRE_TOKENIZERS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("stablelm2", "deepseek-r1-qwen"), (QWEN2,)),
 }
 NEVER_MERGED = ("llama-bpe", "llama3", "llama-v3")  # of these a word that is a token is not split into merges
-# llama.cpp begins a text with a BOS for these, and for SentencePiece, unless the file says not
-BOS_FIRST = NEVER_MERGED
 SIZES = {"block_count": 1, "context_length": 1, "embedding_length": 1, "attention.head_count": 0}  # the least of each
 TOKEN_IDS = ("bos", "eos", "padding", "unknown", "eot", "eom")
 KINDS = {
@@ -165,7 +166,7 @@ def from_gguf(name: str, flag: str = "--model_name") -> Path:
     return folder
 
 
-def write_model(folder: Path, model: Any, tokenizer: Any, text: str) -> None:
+def write_model(folder: Path, model: Any, tokenizer: PreTrainedTokenizerBase, text: str) -> None:
     """Write a model, its tokenizer and what is said of them into a folder of transformers."""
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -354,7 +355,7 @@ def check_weights(named: str, model: Any, found: dict[str, Any]) -> None:
         raise UsageError(f"{named} has weights that are not finite: {list_names(bad)}; {INTACT}")
 
 
-def complete_tokenizer(tokenizer: Any, stored: dict[str, Any]) -> Any:
+def complete_tokenizer(tokenizer: PreTrainedTokenizerBase, stored: dict[str, Any]) -> Any:
     """A tokenizer with what transformers leaves out of a file's metadata.
 
     How text is split, control tokens, and whether a text begins with a BOS, by llama.cpp's default where the file does
@@ -376,7 +377,7 @@ def complete_tokenizer(tokenizer: Any, stored: dict[str, Any]) -> Any:
     keys = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
     ids = {name: stored.get(f"tokenizer.ggml.{key}_token_id") for name, key in keys.items()}
     named = {f"{name}_token": tokens[index] for name, index in ids.items() if index is not None}
-    is_first = stored.get("tokenizer.ggml.model") == "llama" or pre in BOS_FIRST  # llama.cpp's default
+    is_first = stored.get("tokenizer.ggml.model") == "llama" or pre in NEVER_MERGED  # llama.cpp's default
     adds = {"add_bos_token": is_first, "add_eos_token": False}
     adds = {name: bool(stored.get(f"tokenizer.ggml.{name}", default)) for name, default in adds.items()}
     special = [token["content"] for token in state["added_tokens"] if token["special"]]
@@ -386,7 +387,7 @@ def complete_tokenizer(tokenizer: Any, stored: dict[str, Any]) -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=backend, **given, **named, **adds)
 
 
-def check_tokenizer(named: str, tokenizer: Any, stored: dict[str, Any], rows: int) -> None:
+def check_tokenizer(named: str, tokenizer: PreTrainedTokenizerBase, stored: dict[str, Any], rows: int) -> None:
     """Raises: UsageError when tokens differ from the file's or from the model's rows, or its template fails."""
     tokens, ids = stored["tokenizer.ggml.tokens"], tokenizer.get_vocab()
     wrong = [token for index, token in enumerate(tokens) if index not in (ids.get(token), ids.get(spaced(token)))]
@@ -403,7 +404,7 @@ def check_tokenizer(named: str, tokenizer: Any, stored: dict[str, Any], rows: in
             raise UsageError(f"{named}: its chat template does not render: {first_line(problem)}; {INTACT}") from None
 
 
-def check_loads(named: str, config: Any, tokenizer: Any) -> None:
+def check_loads(named: str, config: Any, tokenizer: PreTrainedTokenizerBase) -> None:
     """Raises: UsageError when transformers loads a folder's tokenizer as another: of some models it knows the class."""
     from transformers import AutoTokenizer
 
@@ -424,7 +425,7 @@ def spaced(token: str) -> str:
     return token.replace(" ", "\u2581")
 
 
-def ends_of(stored: dict[str, Any], tokenizer: Any) -> int | list[int]:
+def ends_of(stored: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> int | list[int]:
     """Ids that end a response: the end token, and those with which a turn or a message ends."""
     keys = [f"tokenizer.ggml.{name}_token_id" for name in ("eot", "eom")]
     ends = list(dict.fromkeys([tokenizer.eos_token_id, *(stored[key] for key in keys if key in stored)]))

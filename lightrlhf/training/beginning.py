@@ -17,6 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from lightrlhf.cli.errors import UsageError
+from lightrlhf.cli.groups import StartArgs, TrainArgs
 from lightrlhf.cli.parser import to_dict
 from lightrlhf.storage.curves import NO_SETTINGS
 from lightrlhf.training.sources import RESTORE, changed_source, sources_of
@@ -35,20 +36,21 @@ class Beginning:
     """
 
     def __init__(
-        self, args: Any, ranks: int, given: Mapping[str, str], before: Mapping[str, Any] | None = None
+        self, args: TrainArgs, ranks: int, given: Mapping[str, str], before: Mapping[str, Any] | None = None
     ) -> None:
         self.args, self.ranks, self.given, self.before = args, ranks, given, before or {}
         self.values: dict[str, Any] = {}
         self.sources = sources_of(args, given)
         if before and (changed := changed_source(before["began"]["sources"], self.sources)):
             raise UsageError(self.refusal(*changed))
+        flags = to_dict(args)
         for name in PER_RANK:
-            if (value := getattr(args, name, None)) is not None:
+            if (value := flags.get(name)) is not None:
                 words = f"--{name} {value} on {ranks} rank{'s' * (ranks > 1)} is"
                 self.fix(name, value * ranks, words, self._scaled(name))
         for name in SAME:
-            if hasattr(args, name):
-                self.fix(name, getattr(args, name), f"--{name} is")
+            if name in flags:
+                self.fix(name, flags[name], f"--{name} is")
 
     def fix(self, name: str, value: Any, words: str, remedy: str = "") -> None:
         """Fix a named value; words: its description and a verb, for the error; remedy: replaces the default remedy."""
@@ -75,7 +77,7 @@ class Beginning:
     def refusal(self, problem: str, remedy: str = "") -> str:
         """The text of an error: the run, what has changed, and the remedies."""
         run = self.args.resume_from
-        flag = "--sft_experiment_dir" if hasattr(self.args, "sft_experiment_dir") else "--model_name"
+        flag = "--sft_experiment_dir" if isinstance(self.args, StartArgs) else "--model_name"
         remedy = remedy or f"go on as it began by --resume_from {run} alone"
         return f"--resume_from {run}: {problem}; {remedy}, or begin a new run from its weights by {flag} {run}"
 

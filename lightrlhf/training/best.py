@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from lightrlhf.cli.errors import UsageError
+from lightrlhf.cli.groups import EvalArgs, TrainArgs
 from lightrlhf.cli.groups.evaluation import best_metric
 
 
@@ -19,9 +20,9 @@ class Best:
     """The best value so far of the metric of `--keep_best`; state: a checkpoint's, which counts if it is of the
     same metric."""
 
-    def __init__(self, args: Any, state: dict[str, Any] | None) -> None:
-        self.flag: str | None = getattr(args, "keep_best", None)
-        self.patience: int | None = getattr(args, "early_stop_patience", None)
+    def __init__(self, args: TrainArgs, state: dict[str, Any] | None) -> None:
+        flags = (args.keep_best, args.early_stop_patience) if isinstance(args, EvalArgs) else (None, None)
+        self.flag, self.patience = flags
         self.metric, self.lower_is_better = best_metric(self.flag) if self.flag else ("", False)
         self.value = math.nan
         self.step: int | None = None

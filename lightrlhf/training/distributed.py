@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from lightrlhf.cli.errors import RunFailure, UsageError
-from lightrlhf.cli.groups import DeviceArgs, TrainArgs
+from lightrlhf.cli.groups import DataArgs, DataSetsArgs, DeviceArgs, TensorParallelArgs, TrainArgs
 from lightrlhf.cli.parser import to_dict
 from lightrlhf.cli.patience import RANK, patience
 from lightrlhf.models.batched_attention import use_batched_attention
@@ -53,7 +53,7 @@ def make_fabric(args: TrainArgs) -> Any:
     use_onednn()
     use_batched_attention()
     devices, num_nodes = processes(args)
-    if devices * num_nodes % (size := getattr(args, "tensor_parallel", 1)):
+    if devices * num_nodes % (size := tensor_parallel(args)):
         raise UsageError(f"--tensor_parallel {size} does not divide {devices * num_nodes} ranks; change one of them")
     chosen: dict[str, Any] = {"accelerator": device.type, "devices": devices, "num_nodes": num_nodes}
     precision: dict[str, Any] = {"precision": args.precision}
@@ -67,6 +67,11 @@ def make_fabric(args: TrainArgs) -> Any:
         flags = {**chosen, "precision": args.precision, "strategy": args.strategy}
         given = " ".join(f"--{name} {value}" for name, value in flags.items())
         raise UsageError(f"{given}: {' '.join(str(problem).split())}") from None
+
+
+def tensor_parallel(args: TrainArgs) -> int:
+    """Ranks that share the matrices of each layer."""
+    return args.tensor_parallel if isinstance(args, TensorParallelArgs) else 1
 
 
 def training_device(args: DeviceArgs) -> torch.device:
@@ -120,7 +125,7 @@ def _strategy(args: TrainArgs, world_size: int) -> Any:
 
     timeout = timedelta(seconds=patience(RANK) + COLLECTIVE_GRACE)
     if args.strategy == "fsdp":
-        size = getattr(args, "tensor_parallel", 1)
+        size = tensor_parallel(args)
         return ModelParallelStrategy(shard_layers, world_size // size, tensor_parallel_size=size, timeout=timeout)
     if args.strategy == "deepspeed":
         strategy = DeepSpeedStrategy(stage=2, timeout=timeout)
@@ -163,8 +168,7 @@ def check_same(fabric: Any, args: TrainArgs) -> None:
     """
     if fabric.world_size == 1:
         return
-    data_dir = getattr(args, "data_dir", None)
-    folders = data_dir if isinstance(data_dir, list) else [data_dir] if data_dir else []
+    folders = args.data_dirs if isinstance(args, DataArgs | DataSetsArgs) else []
     paths = [(number, path) for number, folder in enumerate(folders) for path in sorted(Path(folder).glob("*.pt"))]
     paths = [(number, path) for number, path in paths if "logprobs" not in path.name]  # what runs keep next to the data
     files = {f"{path.name}{f' of set {n + 1}' if len(folders) > 1 else ''}": sha256(path) for n, path in paths}
@@ -182,7 +186,7 @@ def check_same(fabric: Any, args: TrainArgs) -> None:
             one, other = own_flags.get(flag), their_flags.get(flag)
             raise UsageError(f"rank {rank} has --{flag} {other}, rank 0 --{flag} {one}; give all ranks the same flags")
         raise UsageError(
-            f"--data_dir {data_dir}: {file} of rank {rank} differs from rank 0's; "
+            f"--data_dir {' '.join(folders)}: {file} of rank {rank} differs from rank 0's; "
             "copy the same prepared data to every machine"
         )
 

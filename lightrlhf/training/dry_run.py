@@ -20,10 +20,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from lightrlhf.cli.groups import TrainArgs
 from lightrlhf.data.splits import Row
 from lightrlhf.data.tokens import marked_text
 from lightrlhf.storage.results import in_words, usual_metrics
-from lightrlhf.training.summary import lines
+from lightrlhf.training.summary import GroupsArgs, lines
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -55,7 +56,7 @@ class DryRun:
         self.metrics: dict[str, float] = {}
         self.scored = 0, 0  # rows scored before the steps here, and in a run
         self.checkpoint = 0  # bytes
-        self.tokenizer: Any = None
+        self.tokenizer: PreTrainedTokenizerBase  # set when the model is saved
         self._before: dict[str, float] = {}  # seconds of the phases before the steps, and within the last step
         self._within: dict[str, float] = {}
         self._seconds: list[float] = []  # of each step
@@ -100,9 +101,9 @@ class DryRun:
             self._started = 0.0
 
     # ----------------------------------------------------------------------------------------------------- the text
-    def report(self, args: Any, seconds: Mapping[str, float], memory: float) -> str:
+    def report(self, args: TrainArgs, seconds: Mapping[str, float], memory: float) -> str:
         """The first example of each learner, and what the run would take; memory: GiB; seconds: of the last phases."""
-        pairs = not hasattr(args, "num_generations")  # where a prompt has several, its texts are no pair
+        pairs = not isinstance(args, GroupsArgs)  # where a prompt has several, its texts are no pair
         shown = [LEGEND, *(texts_of_sample(self.sample, self.tokenizer) if self.sample else [])]
         for name, fed in self.fed.items():
             shown += texts_of(name, fed, self.tokenizer, pairs)
@@ -188,20 +189,3 @@ def spans_of(flags: Sequence[bool | int]) -> list[tuple[int, int]]:
     steps = [bool(after) != bool(before) for before, after in zip([0, *flags], [*flags, 0])]
     edges = [place for place, changes in enumerate(steps) if changes]
     return list(zip(edges[::2], edges[1::2]))
-
-
-def checkpoint_bytes(module: nn.Module, learners: Mapping[str, Any], args: Any) -> int:
-    """Size of a checkpoint but for its tokenizer and configs: weights, and what resuming needs.
-
-    module: the model that is saved; learners: the run's, with their modules and optimisers.
-    """
-    is_lora = args.finetune_mode == "lora"
-    whole: nn.Module = getattr(module, "model", module)  # a role on a shared backbone has its own parameters alone
-    weights = [p for p in module.parameters() if p.requires_grad] if is_lora else whole.parameters()
-    size = sum(p.numel() for p in weights) * torch.float32.itemsize
-    for learner in learners.values():
-        if learner.module.module is not module:
-            size += sum(p.numel() * p.element_size() for p in learner.module.parameters() if p.requires_grad)
-        for state in learner.optimizer.state_dict()["state"].values():
-            size += sum(v.numel() * v.element_size() for v in state.values() if isinstance(v, Tensor))
-    return size

@@ -27,10 +27,11 @@ from lightrlhf.storage.results import in_words
 from lightrlhf.training import iterated_dir, launch
 from lightrlhf.training.dry_run import texts_of_sample
 from lightrlhf.training.iterated_dir import IteratedArgs
+from lightrlhf.training.memory import peak_memory
 from lightrlhf.training.rollout_log import write_iteration
 from lightrlhf.training.run import Metrics, OnStep
 from lightrlhf.training.signals import StopSignals
-from lightrlhf.training.summary import Rows, peak_memory, print_summary
+from lightrlhf.training.summary import Rows, print_summary
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -88,7 +89,7 @@ class Iterated(Generic[Args]):
     work: str
     given: Mapping[str, str]
     rows: Sequence[Any] | None
-    tokenizer: Any = None
+    tokenizer: PreTrainedTokenizerBase | None = None
 
     @contextmanager
     def opened(self) -> Iterator[None]:
@@ -176,6 +177,7 @@ class Iterated(Generic[Args]):
 
     def _print_trial(self, sample: Row) -> None:
         """Print the first sample of a dry run, and the time that the sampling of an iteration should take."""
+        assert self.tokenizer is not None
         print("\n".join(texts_of_sample(sample, self.tokenizer)))
         tried, number = min(self.args.mini_batch_size * self.args.devices, self.size), self.args.iterations
         seconds = time.perf_counter() - self._started

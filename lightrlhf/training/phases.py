@@ -14,7 +14,7 @@ from lightrlhf.cli.errors import NotFinite, RunFailure, ServersGone
 from lightrlhf.cli.groups import TrainArgs
 from lightrlhf.storage.run_dir import whole_run
 from lightrlhf.training.learners import Learners
-from lightrlhf.training.memory_advice import is_out_of_memory, memory_advice
+from lightrlhf.training.memory import is_out_of_memory, memory_advice
 from lightrlhf.training.order import Order
 from lightrlhf.training.progress import Progress
 from lightrlhf.training.run_files import Checkpoints, RunFiles

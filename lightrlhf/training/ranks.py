@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from lightrlhf.cli.errors import UsageError
-from lightrlhf.cli.groups import TensorParallelArgs, TrainArgs
+from lightrlhf.cli.groups import TrainArgs
 from lightrlhf.cli.patience import RANK, patience
 from lightrlhf.data.batch import mix_seed
 from lightrlhf.storage.shards import Shard
+from lightrlhf.training.distributed import tensor_parallel
 from lightrlhf.training.watchdog import RankWatchdog
 
 Item = TypeVar("Item")
@@ -35,7 +36,7 @@ class Ranks:
     def __init__(self, fabric: Any, args: TrainArgs) -> None:
         self.fabric, self.seed = fabric, args.seed
         self.device: torch.device = fabric.device
-        self.tensor_parallel = args.tensor_parallel if isinstance(args, TensorParallelArgs) else 1
+        self.tensor_parallel = tensor_parallel(args)
         self.rank: int = fabric.global_rank // self.tensor_parallel
         self.world_size: int = fabric.world_size // self.tensor_parallel
         self.num_processes: int = fabric.world_size

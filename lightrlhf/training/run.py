@@ -20,13 +20,14 @@ from typing import Generic, TypeVar
 from torch import nn
 
 from lightrlhf.cli.errors import UsageError
-from lightrlhf.cli.groups import TrainArgs
+from lightrlhf.cli.groups import EvalIntervalArgs, TrainArgs
 from lightrlhf.data.batch import Batch
 from lightrlhf.data.splits import Row
 from lightrlhf.training.best import Best
 from lightrlhf.training.distributed import check_same, launch, make_fabric
 from lightrlhf.training.dry_run import DryRun
 from lightrlhf.training.learners import Learners
+from lightrlhf.training.memory import peak_memory
 from lightrlhf.training.metric_log import MetricLog, Metrics, OnStep
 from lightrlhf.training.order import Order
 from lightrlhf.training.phases import Phases
@@ -35,7 +36,7 @@ from lightrlhf.training.ranks import Ranks
 from lightrlhf.training.restarts import as_restarted
 from lightrlhf.training.resume import restore_rng
 from lightrlhf.training.run_files import Checkpoints, RunFiles
-from lightrlhf.training.summary import peak_memory, print_end, run_banner
+from lightrlhf.training.summary import print_end, run_banner
 
 __all__ = ["Metrics", "OnStep", "Run"]
 AnyArgs = TypeVar("AnyArgs", bound=TrainArgs)
@@ -85,7 +86,7 @@ class Run(Generic[AnyArgs]):
         self.phases = Phases(args, *parts, self.checkpoints)
         self.phase, self.save, self.keep = self.phases.phase, self.phases.save, self.checkpoints.keep
         self._take_verbs()
-        self._eval_interval: int = getattr(args, "eval_interval", 0)
+        self._eval_interval = args.eval_interval if isinstance(args, EvalIntervalArgs) else 0
         self._results: Metrics = {}  # of the last evaluation
         self._endings = ExitStack()  # of what the loop opened
         self._started = time.perf_counter()

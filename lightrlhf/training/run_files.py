@@ -46,8 +46,9 @@ from lightrlhf.storage.temporary import remove_left
 from lightrlhf.storage.writing import writing
 from lightrlhf.training.beginning import Beginning
 from lightrlhf.training.best import Best
-from lightrlhf.training.dry_run import DryRun, checkpoint_bytes
+from lightrlhf.training.dry_run import DryRun
 from lightrlhf.training.learners import Learners
+from lightrlhf.training.memory import checkpoint_bytes
 from lightrlhf.training.metric_log import MetricLog, Metrics
 from lightrlhf.training.model_card import model_card
 from lightrlhf.training.order import Order
@@ -221,7 +222,7 @@ class Checkpoints:
         self.args, self.files, self.ranks, self.order, self.progress = args, files, files.ranks, order, progress
         self.learners, self.metric_log, self.best, self.dry = learners, metric_log, metric_log.best, dry
         self.module: Any = None
-        self.tokenizer: Any = None  # set by `keep`
+        self.tokenizer: PreTrainedTokenizerBase  # set by `keep`
         self.state: Callable[[], dict[str, Any]] = dict
         self.texts: Callable[[], dict[str, str]] = dict
         self.saved_step = progress.step  # the last step that is saved, or 0
@@ -271,7 +272,8 @@ class Checkpoints:
         self.learners.check_finite(self.module, start.extra)
         if self.dry:
             self.dry.tokenizer = self.tokenizer
-            self.dry.checkpoint = checkpoint_bytes(self.module, self.learners.by_name, self.args)
+            only_adapters = self.args.finetune_mode == "lora"
+            self.dry.checkpoint = checkpoint_bytes(self.module, self.learners.by_name, only_adapters)
             return
         started, step, files = time.perf_counter(), self.progress.step, self.files
         full, learned = self.learners.full(self.module), self.learners.trained()

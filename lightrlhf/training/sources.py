@@ -21,7 +21,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from lightrlhf.cli.groups import DataArgs, DataSetsArgs, TrainArgs
 from lightrlhf.cli.hub import is_gguf
+from lightrlhf.cli.parser import to_dict
 from lightrlhf.models.names import base_name, model_folder, starting_model
 from lightrlhf.storage.checkpoint import sha256
 from lightrlhf.storage.gguf_files import gguf_file
@@ -40,7 +42,7 @@ RESTORE = "restore it"
 Source = dict[str, Any]  # `name` as given, `folder` (what it meant; of models alone), `files`: SHA-256 by name
 
 
-def sources_of(args: Any, given: Mapping[str, str], start: str | None = None) -> dict[str, Source]:
+def sources_of(args: TrainArgs, given: Mapping[str, str], start: str | None = None) -> dict[str, Source]:
     """The sources that a run's flags name, by flag.
 
     given: objects that the program was called with, as `given_objects` describes them; start: the folder to which the
@@ -48,22 +50,22 @@ def sources_of(args: Any, given: Mapping[str, str], start: str | None = None) ->
     Raises: UsageError when a model cannot be read.
     """
     found: dict[str, Source] = {}
-    name, flag = starting_model(args) if hasattr(args, "model_name") else (None, "")
-    models = {flag: name} | {f"--{one}": getattr(args, one, None) for one in MODELS}
+    (name, flag), flags = starting_model(args), to_dict(args)
+    models = {flag: name} | {f"--{one}": flags.get(one) for one in MODELS}
     for flag_of, value in models.items():
         if value and (flag_of, value) not in (("--responder", "last"), ("--responder", "initial")):
             of = start if start and flag_of == flag else value
             found[flag_of] = {"name": value, **_model(of, flag_of)}
     for one in FUNCTIONS:
-        value = getattr(args, one, None) or []
+        value = flags.get(one) or []
         paths = [path for path in ([value] if isinstance(value, str) else value) if ":" in path]
         if paths:
             found[f"--{one}"] = {"name": " ".join(paths), "files": _functions(paths)}
     for one, described in given.items():
         if files := _functions(word for word in described.split() if word.partition(":")[0] in sys.modules):
             found[one] = {"name": described, "files": files}
-    folders = [] if {"rows", "prompts", "dialogues"} & given.keys() else getattr(args, "data_dir", [])
-    folders = [folders] if isinstance(folders, str) else folders
+    are_given = bool({"rows", "prompts", "dialogues"} & given.keys())
+    folders = args.data_dirs if isinstance(args, DataArgs | DataSetsArgs) and not are_given else []
     tokenizers = {f"{number}/{name}": digest for number, one in enumerate(folders) for name, digest in _templates(one)}
     if tokenizers:
         found["--data_dir"] = {"name": " ".join(folders), "folder": folders[0], "files": tokenizers}

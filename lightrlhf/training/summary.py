@@ -6,10 +6,9 @@ bar has the newest values, `lightrlhf.plot` the curves).
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -24,6 +23,13 @@ from lightrlhf.training.order import Order
 from lightrlhf.training.progress import Progress
 
 Rows = Sequence[Mapping[str, Any]]
+
+
+@runtime_checkable
+class GroupsArgs(Protocol):
+    """Flags of a program that samples several responses to a prompt."""
+
+    num_generations: int
 
 
 def lines(fields: Mapping[str, str]) -> str:
@@ -46,7 +52,8 @@ def run_banner(
     given, sizes: see `describe_model`; directory: the experiment dir, in a dry run maybe the folder above it.
     """
     ranks = order.ranks
-    resumed_at, samples = progress.step if args.resume_from else None, getattr(args, "num_generations", 1)
+    resumed_at = progress.step if args.resume_from else None
+    samples = args.num_generations if isinstance(args, GroupsArgs) else 1
     fields = {
         "model": describe_model(args, given, sizes),
         "data": order.data if order.ends else f"{order.data}, {order.num_rows:,} rows",  # several sets have theirs
@@ -79,18 +86,17 @@ def print_end(program: str, directory: Path, best: Best, memory: float, seconds:
     print(f"finished in {seconds:.0f} s: {directory}", flush=True)
 
 
-def describe_model(args: Any, given: Iterable[str], sizes: Mapping[str, tuple[int, int]]) -> str:
+def describe_model(args: TrainArgs, given: Iterable[str], sizes: Mapping[str, tuple[int, int]]) -> str:
     """The model a run starts from, and of each part that is trained the parameters and how many of them are.
 
     given: names of the objects that `train` was called with; sizes: see `count_parameters`.
     """
-    name = starting_model(args)[0] if hasattr(args, "model_name") else None
-    name = "given from Python" if "policy" in given else name
+    name = "given from Python" if "policy" in given else starting_model(args)[0]
     parts = [f"{part}: {total:,} parameters, {trained:,} trainable" for part, (total, trained) in sizes.items()]
     return "; ".join(filter(None, [name, *parts]))
 
 
-def describe_device(device: torch.device, args: Any, ranks: int) -> str:
+def describe_device(device: torch.device, args: TrainArgs, ranks: int) -> str:
     """Device, how many of them and by which strategy, and precision."""
     name = f"{device.type} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else device.type
     strategy = "" if args.strategy == "auto" else f", {args.strategy}"
@@ -133,18 +139,6 @@ def mean_speed(rows: Rows) -> str:
         if values:
             return f"{sum(values) / len(values):,.0f} {unit} per second of training"
     return ""
-
-
-def peak_memory(device: torch.device) -> float:
-    """Most memory that this process has used, GiB: what torch allocated on a GPU, else what was resident."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**30
-    try:
-        import resource
-    except ModuleNotFoundError:  # on Windows
-        return 0.0
-    unit = 1 if sys.platform == "darwin" else 1024  # bytes there, KiB on Linux
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 
 
 def print_summary(

@@ -196,7 +196,7 @@ def test_a_response_that_cannot_be_parsed_is_counted_and_segmented_by_the_fallba
         return [Span(0, 11), Span(11, len(text))]
 
     for fallback, sizes in ((1, [1] * len(responses[1])), (0, [len(responses[1])])):
-        segments, failures = parsed_segments(rollout, tokenizer, parser, 50, fallback)
+        segments, failures = parsed_segments(rollout, parser, 50, fallback)
         assert failures == 1
         assert torch.equal(segments >= 0, rollout.action_mask)
         assert segments[1][rollout.action_mask[1]].bincount().tolist() == sizes

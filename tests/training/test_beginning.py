@@ -6,7 +6,6 @@ import copy
 import importlib
 import shutil
 import sys
-from argparse import Namespace
 from pathlib import Path
 from typing import get_type_hints
 
@@ -226,9 +225,9 @@ def test_a_reward_function_whose_file_has_changed_is_refused(cafe_data, base_mod
 
 
 def test_a_given_function_counts_by_its_file_and_a_script_s_does_not(monkeypatch):
-    assert list(sources_of(Namespace(), {"reward": "helpers.rewards:length"})["reward"]["files"]) == ["helpers.rewards"]
-    assert sources_of(Namespace(), {"reward": "__main__:length", "policy": "Llama sha256:0f"}) == {}
-    assert sources_of(Namespace(), {"reward": "lightrlhf.rewards.verifiers:maths"}) == {}
+    assert list(sources_of(TrainArgs(), {"reward": "helpers.rewards:length"})["reward"]["files"]) == ["helpers.rewards"]
+    assert sources_of(TrainArgs(), {"reward": "__main__:length", "policy": "Llama sha256:0f"}) == {}
+    assert sources_of(TrainArgs(), {"reward": "lightrlhf.rewards.verifiers:maths"}) == {}
 
 
 def test_programs_in_iterations_compare_rows_and_sources_too(sft_dir, rm_dir, base_model, tmp_path, capsys):

@@ -31,7 +31,7 @@ from lightrlhf.storage.checkpoint import newest_checkpoint
 from lightrlhf.storage.jsonl import read_jsonl
 from lightrlhf.training import restarts
 from lightrlhf.training.distributed import processes
-from lightrlhf.training.memory_advice import allocation, memory_flags
+from lightrlhf.training.memory import allocation, memory_flags
 from lightrlhf.training.restarts import check_restarts
 
 LATE = 20  # seconds after which ranks stop waiting for one that hangs; any that works comes earlier

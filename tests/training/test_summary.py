@@ -15,9 +15,10 @@ from helpers.processes import PATIENCE, started
 from lightrlhf import sft
 from lightrlhf.cli.groups import TrainArgs
 from lightrlhf.storage.results import USUAL_METRICS, usual_metrics
+from lightrlhf.training.memory import peak_memory
 from lightrlhf.training.metric_log import IN_PROGRESS_BAR
 from lightrlhf.training.run import Run
-from lightrlhf.training.summary import describe_device, describe_steps, mean_speed, metric_cells, peak_memory
+from lightrlhf.training.summary import describe_device, describe_steps, mean_speed, metric_cells
 
 FIELDS = ("model", "data", "device", "steps", "results")
 

@@ -5,7 +5,7 @@ The first line of a group's docstring is its title in `--help`, the docstring of
 
 from lightrlhf.cli.groups.data import DataArgs, DataSetsArgs, SealArgs
 from lightrlhf.cli.groups.devices import DeviceArgs, TensorParallelArgs
-from lightrlhf.cli.groups.evaluation import EvalArgs
+from lightrlhf.cli.groups.evaluation import EvalArgs, EvalIntervalArgs
 from lightrlhf.cli.groups.model import FrozenArgs, ModelArgs, StartArgs
 from lightrlhf.cli.groups.optimizer import OptimizerArgs
 from lightrlhf.cli.groups.rewards import AuditArgs, RewardArgs
@@ -23,6 +23,7 @@ __all__ = [
     "DeviceArgs",
     "DryRunArgs",
     "EvalArgs",
+    "EvalIntervalArgs",
     "FrozenArgs",
     "ModelArgs",
     "OptimizerArgs",

@@ -22,11 +22,17 @@ def best_metric(keep_best: str, flag: str = "--keep_best") -> tuple[str, bool]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvalArgs(Args):
+class EvalIntervalArgs(Args):
     """Evaluation during training."""
 
     eval_interval: int = at_least(0, 100, show="rarely")
     """Steps between evaluations on validation data; 0: none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalArgs(EvalIntervalArgs):
+    """Evaluation during training."""
+
     eval_iters: int | None = at_least(1, None, show="rarely")
     """Micro-batches per evaluation; all data when not given."""
     keep_best: str | None = flag(None, check=best_metric, show="rarely")
