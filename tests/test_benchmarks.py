@@ -12,7 +12,7 @@ import pytest
 import torch
 from helpers import ROOT, tiny_model
 from helpers.errors import error_naming
-from helpers.killed import main_of
+from helpers.programs import main_of
 from helpers.tiny_runs import TRAINED, TinyRuns
 
 from benchmarks import growth, tables

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers import last_checkpoint, metrics, weights
-from helpers.killed import main_of
+from helpers.programs import main_of
 
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.cli.groups import ModelArgs

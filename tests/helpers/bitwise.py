@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from helpers import CAFE_SIZES, last_checkpoint, metrics, rows_of, tiny_model
-from helpers.killed import main_of
+from helpers.programs import main_of
 from helpers.tiny_runs import experiment_of
 
 PROGRAMS = ("sft", "rm", "dpo", "ppo")

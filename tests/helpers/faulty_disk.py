@@ -14,6 +14,8 @@ import traceback
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from lightrlhf.programs import PROGRAMS
+
 ERRNOS = (errno.ENOSPC, errno.EROFS, errno.EDQUOT, errno.EIO)
 SOURCE = Path(__file__).with_suffix(".c")
 
@@ -120,21 +122,8 @@ def serve() -> None:
     import torch.utils.tensorboard
     import transformers.models.llama.modeling_llama  # noqa: F401
 
-    for module in (
-        "sft",
-        "dpo",
-        "rm",
-        "ppo",
-        "grpo",
-        "generate",
-        "annotate",
-        "judge",
-        "evaluate",
-        "plot",
-        "online_dpo",
-        "refuel",
-    ):
-        __import__(f"lightrlhf.{module}")
+    for program in PROGRAMS.values():
+        __import__(program.module)
     for module in ("generic.prepare_data", "cafe.prepare_data", "train_tokenizer"):
         __import__(f"datasets_prep.{module}")
     answers = os.fdopen(os.dup(1), "w")

@@ -28,11 +28,6 @@ At = int | tuple[str, int]
 CHANGES = ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.symlink", "os.truncate", "shutil.rmtree")
 
 
-def main_of(program: str) -> Callable[[list[str]], Any]:
-    """The `main` of a program of the library."""
-    return importlib.import_module(f"lightrlhf.{program}").main
-
-
 def fork(call: Callable[[], Any], output: Path) -> int:
     """Start `call` in a fork of this process, printing to a file; returns its process id."""
     pid = os.fork()

@@ -8,7 +8,8 @@ import functools
 import importlib
 import inspect
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from helpers import ROOT
 from lightrlhf.programs import PROGRAMS
@@ -17,6 +18,11 @@ FILES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
     for path in (ROOT / "lightrlhf").rglob("*.py")
 }
+
+
+def main_of(program: str) -> Callable[[list[str]], Any]:
+    """The `main` of a program of the library."""
+    return importlib.import_module(PROGRAMS[program].module).main
 
 
 def args_class(program: str) -> type:

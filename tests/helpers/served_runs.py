@@ -18,8 +18,9 @@ from typing import Any
 import torch
 
 from helpers import last_checkpoint, metrics, weights
-from helpers.killed import fork, forked, main_of, wait, with_events
+from helpers.killed import fork, forked, wait, with_events
 from helpers.processes import PATIENCE
+from helpers.programs import main_of
 from helpers.servers import wait_at_most
 from helpers.tiny_runs import TinyRuns, experiment_of
 

@@ -17,44 +17,21 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import CPU, errors, last_checkpoint, metrics, save_model, weights
+from helpers.programs import main_of
 
 import datasets_prep.cafe.prepare_data
 import datasets_prep.helpful_harmless.prepare_data
-import lightrlhf.annotate
-import lightrlhf.demo.page
-import lightrlhf.evaluate
-import lightrlhf.generate
-import lightrlhf.iterative_refuel
-import lightrlhf.judge
-import lightrlhf.online_dpo
-import lightrlhf.plot
-import lightrlhf.ppo
-import lightrlhf.rm
 import lightrlhf.sft
 from datasets_prep.cafe.tokenizer import train_tokenizer
 
-PROGRAMS = {
-    "sft": lightrlhf.sft.main,
-    "rm": lightrlhf.rm.main,
-    "ppo": lightrlhf.ppo.main,
-    "iterative_refuel": lightrlhf.iterative_refuel.main,
-    "cafe": datasets_prep.cafe.prepare_data.main,
-    "hh": datasets_prep.helpful_harmless.prepare_data.main,
-    "demo": lightrlhf.demo.page.main,
-    "generate": lightrlhf.generate.main,
-    "annotate": lightrlhf.annotate.main,
-    "judge": lightrlhf.judge.main,
-    "evaluate": lightrlhf.evaluate.main,
-    "online_dpo": lightrlhf.online_dpo.main,
-    "plot": lightrlhf.plot.main,
-}
+PREPARE = {"cafe": datasets_prep.cafe.prepare_data.main, "hh": datasets_prep.helpful_harmless.prepare_data.main}
 PARSING = ["--termination_condition", "parsing"]
 REWARD = ["--reward_function", "helpers.rewards:constant"]
 
 
 def refused(program: str, flags: list, capsys, status: int = 2) -> str:
     """Run a program that must refuse; returns its one line on stderr."""
-    line = errors.refused(capsys, PROGRAMS[program], *flags, status=status)
+    line = errors.refused(capsys, PREPARE.get(program) or main_of(program), *flags, status=status)
     without_folders = re.sub(r"/\S+/", "", line)  # which are as long as they are
     assert re.match(r"(python -m [\w.]+: )?error: ", line) and len(without_folders) < 500, line
     return line
@@ -342,7 +319,7 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_it_offered(keep_befo
     assert ("checkpoint-000001" in line) == keep_before
     if keep_before:
         before = ["--data_dir", world["data"], "--max_steps", "1", *world["log"]]
-        lightrlhf.rm.main([str(f) for f in [*before, "--sft_experiment_dir", folder / "checkpoint-000001"]])
+        main_of("rm")([str(f) for f in [*before, "--sft_experiment_dir", folder / "checkpoint-000001"]])
 
 
 def test_an_incomplete_model_folder_is_refused(world, capsys):
@@ -558,7 +535,7 @@ def test_a_failed_save_is_reported_and_the_last_good_checkpoint_stays(program, p
     assert [path.name for path in experiment.glob("*checkpoint*")] == ["checkpoint-000001"]
     lightrlhf.storage.checkpoint.verify_checkpoint(last_checkpoint(experiment))
     monkeypatch.undo()
-    PROGRAMS[program](["--resume_from", str(experiment)])
+    main_of(program)(["--resume_from", str(experiment)])
     assert last_checkpoint(experiment).name == "checkpoint-000003" and weights(last_checkpoint(experiment))
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from helpers import last_checkpoint, tiny_model
 from helpers.errors import error_naming, refused
-from helpers.killed import main_of
+from helpers.programs import main_of
 from helpers.tiny_runs import TRAINED, experiment_of
 
 from lightrlhf.cli.errors import UsageError

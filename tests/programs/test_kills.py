@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 from helpers import kill_seed
-from helpers.killed import differs, forked, main_of, pair, state_of, wait_for_pair, with_events
+from helpers.killed import differs, forked, pair, state_of, wait_for_pair, with_events
+from helpers.programs import main_of
 from helpers.tiny_runs import ITERATED, PROGRAMS, TRAINED, TinyRuns, experiment_of
 
 RANKS = ["--devices", "2", "--mini_batch_size", "2", "--micro_batch_size", "1"]

@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import last_checkpoint, metrics, reseal, weights
-from helpers.killed import forked, main_of
+from helpers.killed import forked
+from helpers.programs import main_of
 from helpers.tiny_runs import ITERATED, PROGRAMS, TRAINED, TinyRuns, experiment_of
 from safetensors.torch import load_file, save_file
 
@@ -180,7 +181,7 @@ def marked_data(runs: TinyRuns, program: str, folder: Path) -> tuple[list[str], 
     return ["--data_dir", str(folder)], 5
 
 
-@pytest.mark.parametrize("program", ["sft", "rm", "dpo", "ppo", "grpo", "refuel"])
+@pytest.mark.parametrize("program", [one for one in TRAINED if TRAINING[one].data not in ("dialogue", "environment")])
 def test_the_row_that_brings_it_is_named(program, runs, case, tmp_path):
     more, number = marked_data(runs, program, tmp_path / "data" / "marked")
     for shown, value in VALUES.items():

@@ -13,7 +13,8 @@ import time
 
 import pytest
 from helpers import kill_seed
-from helpers.killed import forked, main_of, wait
+from helpers.killed import forked, wait
+from helpers.programs import main_of
 from helpers.served_runs import KEY, ForkedServer, ServedRuns, differs, error_of
 from helpers.tiny_runs import TinyRuns
 

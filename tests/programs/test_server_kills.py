@@ -22,7 +22,8 @@ from pathlib import Path
 
 import pytest
 from helpers import last_checkpoint, metrics, weights
-from helpers.killed import Events, fork, forked, main_of, wait
+from helpers.killed import Events, fork, forked, wait
+from helpers.programs import main_of
 from helpers.servers import Handler
 from helpers.tiny_runs import TinyRuns, experiment_of
 

@@ -15,7 +15,8 @@ from pathlib import Path
 import psutil
 import torch
 from helpers import CPU, kill_seed, last_checkpoint, metrics, save_model, weights
-from helpers.killed import forked, main_of, with_events
+from helpers.killed import forked, with_events
+from helpers.programs import main_of
 
 from lightrlhf import ppo
 from lightrlhf.cli.parser import parse

@@ -22,6 +22,7 @@ import torch
 from helpers import CPU, ROOT, environment, last_checkpoint, metrics, reseal, run_program, save_model
 from helpers.forks import started_program
 from helpers.processes import PATIENCE
+from helpers.programs import main_of
 
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.cli.groups import TrainArgs
@@ -49,12 +50,6 @@ PROGRAMS = {  # what is run, and the flags beside those of all
 }
 SPLIT = ["sft", "rm", "dpo", "ppo", "grpo"]  # those with `--tensor_parallel`
 TOLERANCE = 2e-6  # of weights of about 0.1, after steps of a learning rate of 1e-2; ranks add up in another order
-
-
-def main_of(program: str):
-    import importlib
-
-    return importlib.import_module(f"lightrlhf.{program}").main
 
 
 # ----------------------------------------------------------------------------------------------- what the jobs are

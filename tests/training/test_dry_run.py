@@ -8,7 +8,7 @@ import tempfile
 import pytest
 import torch
 from helpers import last_checkpoint, run_program, save_model
-from helpers.killed import main_of
+from helpers.programs import main_of
 from helpers.served_runs import KEY, ForkedServer
 from helpers.tiny_runs import PROGRAMS, SAMPLING, TRAINED, experiment_of
 from helpers.trees import tree

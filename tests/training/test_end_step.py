@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 from helpers import last_checkpoint, metrics
-from helpers.killed import main_of
+from helpers.programs import main_of
 from helpers.tiny_runs import TRAINED, experiment_of
 
 from lightrlhf.training.run import Run

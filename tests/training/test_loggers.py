@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from helpers import metrics
 from helpers.errors import error_naming
-from helpers.killed import main_of
+from helpers.programs import main_of
 
 from lightrlhf import sft
 from lightrlhf.cli.groups import TrainArgs

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers import last_checkpoint, metrics, rows_of
-from helpers.killed import main_of
+from helpers.programs import main_of
 from helpers.rollouts import rollout_of, scores_of
 from helpers.tiny_runs import ITERATED, SAMPLING
 

@@ -14,19 +14,14 @@ import pytest
 import torch
 from helpers import CPU, kill_seed, last_checkpoint, listing, metrics, reseal, run_killed, save_model, weights
 from helpers.data import gpt2_like
+from helpers.programs import main_of
 
 from lightrlhf import sft
 from lightrlhf.models.names import resolve
 from lightrlhf.storage.checkpoint import sha256
 from lightrlhf.storage.temporary import host
 
-MAINS = {"sft": "lightrlhf.sft", "rm": "lightrlhf.rm", "ppo": "lightrlhf.ppo"}
-
-
-def main_of(program: str):
-    import importlib
-
-    return importlib.import_module(MAINS[program]).main
+PROGRAMS = ("sft", "rm", "ppo")
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +49,9 @@ def kill_at_some_step(program: str, flags: list[str], log_dir: Path, first: int,
     rng = random.Random(kill_seed())
     chosen, delay = rng.randint(first, last), rng.random() * 0.03
     # no `**`: it would trip over checkpoints being pruned
-    run_killed(log_dir, "*/*/*/*/metrics.jsonl", chosen, MAINS[program], *flags, "--log_dir", str(log_dir), delay=delay)
+    run_killed(
+        log_dir, "*/*/*/*/metrics.jsonl", chosen, f"lightrlhf.{program}", *flags, "--log_dir", str(log_dir), delay=delay
+    )
     (args,) = log_dir.rglob("args.json")
     return args.parent, json.loads((args.parent / "metrics.jsonl").read_text().splitlines()[-2])["step"]
 
@@ -101,7 +98,7 @@ def samples(folder) -> str:
 
 
 @pytest.mark.parametrize("mode", ["lora", "last_layer"])
-@pytest.mark.parametrize("program", MAINS)
+@pytest.mark.parametrize("program", PROGRAMS)
 def test_a_resumed_run_of_adapters_or_the_last_layer_is_bitwise_too(program, mode, cafe_data, noisy_model, tmp_path):
     flags = ["--data_dir", str(cafe_data), "--model_name", str(noisy_model), *CPU, "--finetune_mode", mode]
     flags += ["--lr_warmup_steps", "2", "--save_interval", "2", "--log_interval", "1", "--max_steps", "6"]

@@ -14,7 +14,8 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from helpers.killed import At, differs, forked, main_of, pair, state_of, wait_for_pair, with_events
+from helpers.killed import At, differs, forked, pair, state_of, wait_for_pair, with_events
+from helpers.programs import main_of
 from helpers.tiny_runs import ITERATED, TRAINED, TinyRuns, experiment_of
 
 from lightrlhf.storage.checkpoint import checkpoints
