@@ -10,7 +10,6 @@ Left out: sharing between episodes, caching the keys and values of sampled token
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,6 +18,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from lightrlhf.cli.errors import UsageError
+from lightrlhf.models.forward import cache_name
 
 if TYPE_CHECKING:
     from transformers import DynamicCache, PreTrainedModel
@@ -63,7 +63,7 @@ def unsupported(model: PreTrainedModel, why: str) -> UsageError:
 
 def has_kv_cache(model: PreTrainedModel) -> bool:
     """Whether the model has a cache, and it consists of keys and values only."""
-    if "past_key_values" not in inspect.signature(model.forward).parameters:
+    if cache_name(type(model).forward) is None:
         return False
     try:
         make_cache(model)

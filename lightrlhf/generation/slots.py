@@ -26,7 +26,7 @@ from lightrlhf.generation.prefix_cache import CachedPrefix, load_prefixes, make_
 from lightrlhf.generation.ragged_cache import Attention, RaggedLayer
 from lightrlhf.generation.sampling import first_stop, sample
 from lightrlhf.maths.ops import position_ids
-from lightrlhf.models.forward import position_inputs
+from lightrlhf.models.forward import cache_inputs, position_inputs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -202,8 +202,7 @@ class Slots:
                 input_ids=self.next[:, None],
                 attention_mask=window.long(),
                 **position_inputs(self.model, self.position[:, None]),
-                past_key_values=self.cache,
-                use_cache=True,
+                **cache_inputs(self.model, self.cache),
             ).logits[:, -1]
         self.position[:] = torch.where(self.row == self.idle_row, 0, self.position + 1)  # 0 keeps idle slots in range
         self._sample(slice(None), logits)
@@ -290,8 +289,7 @@ class Slots:
             input_ids=ids.to(self.device),
             attention_mask=mask.long(),
             **position_inputs(self.model, position_ids(mask)[:, -width:]),
-            past_key_values=cached.cache,
-            use_cache=True,
+            **cache_inputs(self.model, cached.cache),
             logits_to_keep=1,
         ).logits[:, -1]
         if self.prefixes is not None:

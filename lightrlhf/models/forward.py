@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+import inspect
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +35,18 @@ def model_inputs(model: PreTrainedModel, input_ids: Tensor, attention_mask: Tens
     """Arguments of a forward pass without a KV cache, with explicit positions."""
     positions = position_inputs(model, position_ids(attention_mask))
     return {"input_ids": input_ids, "attention_mask": attention_mask.long(), "use_cache": False, **positions}
+
+
+def cache_inputs(model: PreTrainedModel, cache: Any) -> dict[str, Any]:
+    """Arguments of a forward pass that extends a KV cache."""
+    return {cache_name(type(model).forward) or "past_key_values": cache, "use_cache": True}
+
+
+@functools.cache
+def cache_name(forward: Callable[..., Any]) -> str | None:
+    """A model's argument for its KV cache, which transformers 5.24 renamed to `cache`; None where there is none."""
+    names = inspect.signature(forward).parameters
+    return next((name for name in ("cache", "past_key_values") if name in names), None)
 
 
 def position_inputs(model: PreTrainedModel, positions: Tensor) -> dict[str, Tensor]:

@@ -22,6 +22,7 @@ from lightrlhf.maths.ops import position_ids
 from lightrlhf.models import lora
 from lightrlhf.models.architecture import check_language_model, check_scalar_model, has_plain_head, scalar_head
 from lightrlhf.models.forward import (
+    cache_inputs,
     embedding_rows,
     model_inputs,
     packed_inputs,
@@ -216,7 +217,7 @@ class Policy(Role):
         else:
             inputs, packed = model_inputs(self.model, input_ids, attention_mask), None
             positions = position_ids(attention_mask)[:, -input_ids.shape[1] :]
-            inputs |= {"use_cache": True, "past_key_values": cache, **position_inputs(self.model, positions)}
+            inputs |= {**cache_inputs(self.model, cache), **position_inputs(self.model, positions)}
         if self.head_is_plain:
             states, head = self.model.base_model(**inputs).last_hidden_state, self.model.get_output_embeddings()
         else:  # the architecture changes its logits after the head (soft caps, scales): states are logits (B, T, V)
