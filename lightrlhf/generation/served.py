@@ -10,6 +10,7 @@ Left out: an age of more than one step, and rollouts that are cut and continued 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Result = TypeVar("Result")
+SLEEP = "LIGHTRLHF_SERVER_SLEEP"  # environment variable for a server that shares the accelerator with the trainer
 CHECKED_ROWS = 8  # responses that servers score a second time where a gap is found
 
 
@@ -107,9 +109,8 @@ class ServedPolicy:
         if ahead is not None:
             self._publish()
             self._on_first(lambda: self._sample_ahead(join_requests(parts_ahead)))
-        elif self.args.server_sleep:
-            self._on_first(lambda: self.servers.sleep(True))
-            self.is_asleep = True
+        else:
+            self.is_asleep = self._on_first(self._sleep)
         start = sum(len(own.prompts) for own in parts[: ranks.rank])
         mine = slice(start, start + len(request.prompts))
         columns = (completions.responses[mine], completions.logprobs[mine], completions.truncated[mine])
@@ -147,6 +148,12 @@ class ServedPolicy:
         except UsageError as problem:
             raise ServersGone(str(problem)) from None
         self.servers.load(target)
+
+    def _sleep(self) -> bool:
+        """Have servers free their memory where LIGHTRLHF_SERVER_SLEEP is 1; whether they did."""
+        if is_asked := os.environ.get(SLEEP) == "1":
+            self.servers.sleep(True)
+        return is_asked
 
     def _wake(self) -> None:
         if self.is_asleep:

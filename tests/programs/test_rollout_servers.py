@@ -152,7 +152,8 @@ def test_a_sleeping_server_is_woken_before_it_is_asked(runs, url, tmp_path, monk
         RolloutServers, "sleep", lambda s, asleep: told.append("sleep" if asleep else "wake") or sleep(s, asleep)
     )
     monkeypatch.setattr(RolloutServers, "sample", lambda *words: told.append("sample") or sample(*words))
-    run(runs, "ppo", tmp_path, "--rollout_server", url, "--server_sleep", "True")
+    monkeypatch.setenv("LIGHTRLHF_SERVER_SLEEP", "1")
+    run(runs, "ppo", tmp_path, "--rollout_server", url)
     assert told.count("sample") == 8
     assert [one for one in told if one != "sample"] == ["sleep", "wake"] * 8
     assert all(before == "wake" for before, one in zip(told, told[1:]) if one == "sample")

@@ -206,7 +206,7 @@ def test_two_ranks_of_online_refuel_share_servers(runs, url, tmp_path):
         assert {n: row[n] for n in names} == pytest.approx({n: other[n] for n in names}, rel=1e-3, abs=1e-4)
 
 
-@pytest.mark.parametrize("flag", ["max_staleness", "sampling_correction", "server_sleep"])
+@pytest.mark.parametrize("flag", ["max_staleness", "sampling_correction"])
 def test_what_needs_log_probabilities_is_no_flag_of_refuel(flag, runs, tmp_path, capsys):
     with pytest.raises(SystemExit) as stopped:
         run(runs, "online_refuel", tmp_path, "--rollout_server", "http://127.0.0.1:9", f"--{flag}", "1")

@@ -42,11 +42,6 @@ class ServerArgs(Args):
         """Steps that the weights of a sample may be older than its own step."""
         return 0
 
-    @property
-    def server_sleep(self) -> bool:
-        """Whether servers free the accelerator's memory while this process learns."""
-        return False
-
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutServerArgs(SamplingArgs, ServerArgs):
@@ -88,7 +83,5 @@ class RolloutServerArgs(SamplingArgs, ServerArgs):
 class AheadServerArgs(RolloutServerArgs):
     """Sampling on servers."""
 
-    max_staleness: Literal[0, 1] = flag(0, needs=WITH_SERVERS, excludes={"server_sleep": True}, show="rarely")
+    max_staleness: Literal[0, 1] = flag(0, needs=WITH_SERVERS, show="rarely")
     """At 1 servers sample the next rollout while this one is learned from, by weights one step older."""
-    server_sleep: bool = flag(False, needs=WITH_SERVERS, show="rarely")
-    """Have servers free the accelerator's memory while this process learns, where both share one."""
