@@ -7,20 +7,21 @@ the scores of its group, and rho_t = pi(y_t) / pi_old(y_t), a step minimises
 
 Switches make the relatives of it; examples/configs/grpo has them by name:
 
-    --advantage      std (above), mean (Dr. GRPO), batch_std, rloo, maxrl; none with --normalize_advantages: REINFORCE++
+    --advantage      std (above), mean (Dr. GRPO), batch_std, rloo, maxrl, or a function package.module:name of a
+                     group's scores; none with --normalize_advantages: REINFORCE++
     --loss_type      clip (above), cispo, sapo, reinforce, or a function package.module:name
     --importance_sampling_level   token, or sequence (GSPO)
     --aggregation    w_it: of N tokens token 1/N, of B responses of T_i tokens sequence 1/(B T_i), sum 1/B,
                      constant 1/(B max_new_tokens), of P prompts of N_p tokens prompt 1/(P N_p)
     --kl_placement   reward (k1, beside the score), or loss (rho (log pi - log pi_ref)^2 / 2)
+    --entropy_coeff  c: less c times the sum of w_it H(pi(. | s_t))
 
 All counts are over micro-batches and ranks, and a baseline is the whole group's wherever its rows are. Responses
 without a score are in no baseline and not in the loss; groups of equal scores have no advantage; both are counted.
 `--resample_rounds` replaces such groups by other prompts (DAPO, 2503.14476, section 3.2). The prompt of a group is read
 once, in sampling and in training. Dropout is off wherever log-probabilities are stored.
 
-Left out: an entropy bonus, a replay of earlier groups, and several turns, for which masks, weights and returns are
-ready.
+Left out: a replay of earlier groups, and several turns, for which masks, weights and returns are ready.
 """
 
 from __future__ import annotations
@@ -36,9 +37,8 @@ import torch
 from torch import Tensor, nn
 
 from lightrlhf.cli import groups as flags
-from lightrlhf.cli.errors import RunFailure, UsageError, one_line_errors
+from lightrlhf.cli.errors import RunFailure, one_line_errors
 from lightrlhf.cli.fields import above, at_least, flag, positive
-from lightrlhf.cli.functions import load_function
 from lightrlhf.cli.parser import parse
 from lightrlhf.data.batch import Batch, Rollout, joined
 from lightrlhf.data.rows import Given, load_splits
@@ -49,8 +49,9 @@ from lightrlhf.generation.rollout_sampler import RolloutSampler
 from lightrlhf.maths import float64, groups, ops, policy_losses, sampling_gap
 from lightrlhf.models.given import load_start
 from lightrlhf.models.roles import policy_inputs
-from lightrlhf.rewards import functions, kl, loading
+from lightrlhf.rewards import functions, kl, loading, own_functions
 from lightrlhf.rewards.rewards import Rewards
+from lightrlhf.training.ranks import LocalRanks, Ranks
 from lightrlhf.training.rollout_log import log_rollouts
 from lightrlhf.training.run import Metrics, OnStep, Run
 from lightrlhf.training.start import begin, check_prompts
@@ -60,15 +61,7 @@ if TYPE_CHECKING:
 
     from lightrlhf.models.roles import Policy
 
-LOSS_SHAPE = "f(logprobs, log_ratio, advantages, action_mask) -> (B, T-1) losses"
 FULL_TUNING_RATE = 5e-6  # with LoRA a learning rate below is too low: 10 times as much as for full tuning is usual
-
-
-def check_loss(name: str, flag: str) -> None:
-    """Raises: ValueError for a text that is neither a loss of this program nor the path of a function."""
-    if name not in policy_losses.LOSSES and ":" not in name:
-        names = ", ".join(policy_losses.LOSSES)
-        raise ValueError(f"{flag} {name} is none of {names}, and no function package.module:name")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,17 +97,20 @@ class GRPOArgs(
     """Steps between rows of metrics, each the mean over the steps since the previous row."""
     disable_dropout: bool = True
     """Set the probability of every dropout module to 0."""
-    advantage: Literal["std", "mean", "batch_std", "rloo", "maxrl", "none"] = flag(
-        "std", when="maxrl", excludes={"normalize_each_reward": True}
+    advantage: str = flag(
+        "std",
+        check=partial(own_functions.check_known_or_own, groups.ADVANTAGES),
+        when="maxrl",
+        excludes={"normalize_each_reward": True},
     )
-    """Baseline and scale: the group's mean and deviation, its mean, and the batch's deviation; see howto/algorithms."""
+    """std, mean, batch_std, rloo, maxrl, none, or a function `package.module:name` of a group's scores."""
     normalize_advantages: bool = flag(False, show="rarely")
     """Whiten advantages over all tokens of the rollout of all ranks."""
     normalize_rewards: bool = flag(False, show="rarely")
     """Shift and scale a reward model's scores by the mean and deviation stored with it."""
     normalize_each_reward: bool = flag(False, show="rarely")
     """Give each reward mean 0 and deviation 1 in its group before their sum (GDPO, with `--advantage batch_std`)."""
-    loss_type: str = flag("clip", check=check_loss)
+    loss_type: str = flag("clip", check=partial(own_functions.check_known_or_own, policy_losses.LOSSES))
     """clip, cispo, sapo, reinforce, or a function `package.module:name`."""
     importance_sampling_level: Literal["token", "sequence"] = flag("token", excludes={"loss_type": "reinforce"})
     """Ratio of each token, or its geometric mean over the response (GSPO)."""
@@ -126,6 +122,8 @@ class GRPOArgs(
     """Clip the ratio above 1 + `clip_coeff_high`; by default 1 + `clip_coeff`."""
     dual_clip: float | None = above(1, None, remedy="3 is usual", needs={"loss_type": "clip"}, show="rarely")
     """With `clip`: largest factor of a negative advantage, such as 3; none when not given."""
+    entropy_coeff: float = at_least(0, 0.0, show="rarely")
+    """Weight of the entropy bonus in the loss."""
     init_kl_coeff: float = at_least(0, 0.0)
     """Weight of the KL penalty; 0 needs no reference model and logs no KL."""
     kl_placement: Literal["reward", "loss"] = flag("reward", needs="init_kl_coeff", show="rarely")
@@ -159,14 +157,16 @@ class GRPOArgs(
             )
 
     def check_start(self, policy: object = None) -> None:
-        """Raises: UsageError, before a model is loaded, also when the loss cannot be loaded."""
+        """Raises: UsageError, before a model is loaded, also when a loss or an advantage cannot be loaded."""
         super().check_start(policy)
         self.load_loss()
+        if self.advantage not in groups.ADVANTAGES:
+            own_functions.load_own_advantage(self.advantage, self.num_generations)
 
     def load_loss(self) -> policy_losses.TokenLoss:
         """The loss of `--loss_type`. Raises: UsageError when a function cannot be imported or called."""
         if self.loss_type not in policy_losses.LOSSES:
-            return load_own_loss(self.loss_type)
+            return own_functions.load_own_loss(self.loss_type)
         return policy_losses.make_loss(self.loss_type, self.clip_coeff, self.upper_range, self.dual_clip)
 
     @property
@@ -237,7 +237,7 @@ def train(
         with run.phase("update"):
             gap = rollout.sampling_gap, rollout.action_mask, args.sampling_correction, args.sampling_bound
             correction = sampling_gap.importance_weights(*gap)  # (B, T-1); None where this process samples
-            batch = estimate_advantages(args, rollout, scores, correction, run.ranks.sum)
+            batch = estimate_advantages(args, rollout, scores, correction, run.ranks)
             log_rollouts(run, rollout, scores, batch.advantages)
             metrics |= update(run, model, batch, loss, step) | rollout_metrics.failure_metrics(run, scores)
         run.end_step(metrics, rollout, measure)
@@ -300,20 +300,23 @@ def estimate_advantages(
     rollout: Rollout,
     scores: Scores,
     correction: Tensor | None = None,
-    sum_over_ranks: ops.SumOverRanks | None = None,
+    ranks: Ranks | None = None,
 ) -> GRPOBatch:
     """Advantages of a rollout's actions from its scores and, with `--kl_placement reward`, its KL.
 
     The KL of a response gets a baseline as its score does, and is never divided by the scores' deviation. Without a
     baseline (REINFORCE++) each action gets the reward to go, through tokens that are no actions.
     """
+    ranks = ranks or LocalRanks()
 
-    def advantages_of(values: Tensor, estimator: groups.Estimator) -> Tensor:
+    def advantages_of(values: Tensor, name: str) -> Tensor:
         """(B,), NaN where there is none -> (B,)."""
-        moments = groups.group_moments(values, rollout.group, rollout.num_groups, sum_over_ranks)
-        return groups.group_advantages(values, moments, estimator)
+        if name not in groups.ADVANTAGES:
+            return own_functions.own_advantages(name, args.num_generations, values, rollout.group, ranks)
+        moments = groups.group_moments(values, rollout.group, rollout.num_groups, ranks.sum)
+        return groups.group_advantages(values, moments, groups.ADVANTAGES[name])
 
-    total = penalize_length(args, rollout, combine_scores(args, rollout, scores, sum_over_ranks))  # (B,)
+    total = penalize_length(args, rollout, combine_scores(args, rollout, scores, ranks.sum))  # (B,)
     if args.advantage == "maxrl" and bool((total < 0).any()):
         raise RunFailure(
             f"--advantage maxrl divides by the mean score of a prompt, but a score, less penalties, is "
@@ -325,15 +328,15 @@ def estimate_advantages(
         by_token = kl.token_rewards(scored, total, kl_coeff)  # (B, T-1)
         advantages = ops.gae(by_token, torch.zeros_like(by_token), scored.action_mask, gamma=1.0, lambd=1.0)[0]
     else:
-        advantages = advantages_of(total, groups.ADVANTAGES[args.advantage])  # (B,)
+        advantages = advantages_of(total, args.advantage)  # (B,)
         if kl_coeff:
-            baseline = groups.leave_one_out if args.advantage == "rloo" else groups.centred
+            baseline = "rloo" if args.advantage == "rloo" else "mean"
             response_kl = torch.where(total.isnan(), total, rollout_metrics.response_kl(rollout))  # (B,)
             advantages = advantages - kl_coeff * advantages_of(response_kl, baseline)
         advantages = advantages[:, None] * scored.action_mask  # (B, T-1)
     if args.normalize_advantages:  # in float64, or equal ones would become noise, which Adam scales up
         exact = float64.to_float64(advantages)
-        whitened = ops.whiten(exact, scored.action_mask.to(exact.device), sum_over_ranks=sum_over_ranks)
+        whitened = ops.whiten(exact, scored.action_mask.to(exact.device), sum_over_ranks=ranks.sum)
         advantages = whitened.to(advantages)
     learned = scored.masked(~rollout.truncated) if args.overlong_filter else scored
     advantages = torch.where(learned.action_mask, advantages, 0.0)
@@ -341,37 +344,6 @@ def estimate_advantages(
 
 
 # ------------------------------------------------------------------------------------------------------- the update
-def load_own_loss(path: str) -> policy_losses.TokenLoss:
-    """A loss by its import path. Raises: UsageError unless it gives losses for a trial batch.
-
-    The loss that is returned raises RunFailure where the function fails, or returns anything but a loss for each token.
-    """
-    function = load_function(path, "--loss_type", LOSS_SHAPE, takes_columns=False)
-
-    def loss(logprobs: Tensor, log_ratio: Tensor, advantages: Tensor, action_mask: Tensor) -> Tensor:
-        try:
-            losses = function(logprobs, log_ratio, advantages, action_mask) if len(logprobs) else logprobs
-        except Exception as problem:  # whatever a user's function raises
-            raise RunFailure(
-                f"--loss_type {path} failed with {functions.failure_of(problem)}; it is {LOSS_SHAPE}"
-            ) from problem
-        if not isinstance(losses, Tensor) or losses.shape != logprobs.shape:
-            found = f"{tuple(losses.shape)}" if isinstance(losses, Tensor) else f"a {type(losses).__name__}"
-            raise RunFailure(
-                f"--loss_type {path} returned {found} for {tuple(logprobs.shape)} tokens; it is {LOSS_SHAPE}"
-            )
-        if not losses.requires_grad:
-            raise RunFailure(f"--loss_type {path} returned losses without a gradient; compute them from logprobs")
-        return losses
-
-    trial = torch.full((2, 3), -1.0, requires_grad=True)
-    try:
-        loss(trial, trial + 1, torch.ones(2, 3), torch.ones(2, 3, dtype=torch.bool))
-    except RunFailure as problem:
-        raise UsageError(str(problem)) from None
-    return loss
-
-
 def update(run: Run[GRPOArgs], model: nn.Module, batch: GRPOBatch, loss: policy_losses.TokenLoss, step: int) -> Metrics:
     """All optimiser steps of one rollout; averages each metric over the mini-batches that have it."""
     args = run.args
@@ -397,14 +369,16 @@ def minibatches(batch: GRPOBatch, size: int, num_rows: int, generator: torch.Gen
 def update_minibatch(
     run: Run[GRPOArgs], model: nn.Module, minibatch: GRPOBatch, loss: policy_losses.TokenLoss
 ) -> Metrics:
-    """One optimiser step; the gradient does not depend on how micro-batches are cut."""
+    """One optimiser step; the gradient does not depend on how micro-batches are cut.
+
+    Weights of the loss include the importance weights of sampled tokens, those of the entropy do not.
+    """
     args, kl_coeff = run.args, run.args.init_kl_coeff if run.args.kl_placement == "loss" else 0.0
     counted = (minibatch.action_mask, minibatch.group, minibatch.num_groups)
-    weights = policy_losses.token_weights(*counted, args.aggregation, args.max_new_tokens, run.ranks.sum)
-    if minibatch.correction is not None:
-        weights = weights * minibatch.correction  # (b, T-1)
-    if args.loss_type in policy_losses.LOSSES and not kl_coeff:  # a response without an advantage has no gradient
-        learned = (minibatch.advantages != 0).any(1).nonzero()[:, 0]
+    entropy_weights = policy_losses.token_weights(*counted, args.aggregation, args.max_new_tokens, run.ranks.sum)
+    weights = entropy_weights if minibatch.correction is None else entropy_weights * minibatch.correction  # (b, T-1)
+    if args.loss_type in policy_losses.LOSSES and not (kl_coeff or args.entropy_coeff):
+        learned = (minibatch.advantages != 0).any(1).nonzero()[:, 0]  # a response without an advantage has no gradient
         minibatch, weights = minibatch.select(learned), weights[learned]
     sums = torch.zeros(5, device=run.device)
     micros = run.ranks.pad_passes(minibatch.by_group(args.micro_batch_size))
@@ -412,7 +386,9 @@ def update_minibatch(
         micro = minibatch.select(rows)
         mask = micro.action_mask
         with run.accumulate(model, enabled=i + 1 < len(micros)):
-            logprobs = model(**policy_inputs(micro), temperature=args.temperature).logprobs  # (b, T-1)
+            inputs = policy_inputs(micro)
+            stats = model(**inputs, temperature=args.temperature, with_entropy=args.entropy_coeff > 0)
+            logprobs = stats.logprobs  # (b, T-1)
             difference = torch.where(mask, logprobs - micro.logprobs, 0.0)  # (b, T-1)
             is_sequence = args.importance_sampling_level == "sequence"
             log_ratio = policy_losses.sequence_log_ratio(difference, mask) if is_sequence else difference
@@ -420,6 +396,9 @@ def update_minibatch(
             if kl_coeff:
                 losses = losses + kl_coeff * policy_losses.kl_loss(logprobs, micro.ref_logprobs, difference)
             total = (weights[rows, : mask.shape[1]] * losses)[mask].sum()
+            if args.entropy_coeff:
+                bonus = policy_losses.entropy_bonus(stats.entropy, entropy_weights[rows, : mask.shape[1]], mask)
+                total = total - args.entropy_coeff * bonus
             run.backward(total, micro.row)
         with torch.no_grad():
             ratio, used = difference[mask].exp(), log_ratio[mask].exp()

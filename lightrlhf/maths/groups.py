@@ -3,6 +3,8 @@
 A group's rows may lie in several micro-batches and on several ranks: its statistics count all its scored rows.
 Group numbers count from 0 and are the same on all ranks. Scores that are NaN are in no statistic and have no advantage.
 
+`table_advantages` is for functions of one's own, such as a median as the baseline.
+
 Left out: baselines weighted by length (OPO), and by a greedy response (ReMax).
 """
 
@@ -112,3 +114,23 @@ def group_advantages(scores: Tensor, moments: Moments, estimator: Estimator) -> 
     advantages = estimator(exact, moments)
     known = ~exact.isnan() & ((moments.size > 1) | (estimator is raw))
     return torch.where(known, advantages, torch.zeros_like(advantages)).to(scores)
+
+
+TableFunction = Callable[[Tensor], Tensor]  # scores (P, K) of K responses to each of P prompts -> advantages (P, K)
+
+
+def table_advantages(scores: Tensor, group: Tensor, function: TableFunction) -> Tensor:
+    """Advantages (B,) in float64 by a function of tables of scores; 0 without a score, and in a group of one.
+
+    A table (P, K) has the P groups with K scored rows, and is one call; all rows of a group, on any rank, must be here.
+    scores: (B,), NaN where there is none.
+    """
+    exact = to_float64(scores)
+    members: dict[int, list[int]] = {}
+    for row in (~exact.isnan()).nonzero()[:, 0].tolist():
+        members.setdefault(int(group[row]), []).append(row)
+    advantages = torch.zeros_like(exact)
+    for size in sorted({len(rows) for rows in members.values()} - {1}):
+        table = torch.tensor([rows for rows in members.values() if len(rows) == size])  # (P, K)
+        advantages[table] = function(exact[table]).to(exact)
+    return advantages

@@ -86,7 +86,7 @@ def policy_loss(
     entropy: Tensor | None = None,
     entropy_coeff: float = 0.0,
 ) -> Tensor:
-    """Minus the sum over actions of the clipped surrogate (Schulman et al. 2017, eq. 7) and of an entropy bonus.
+    """Minus the sum over actions of the clipped surrogate and an entropy bonus (Schulman et al. 2017, eq. 7 and 9).
 
     Tensors are (B, T-1); divide the scalar by the number of actions of all micro-batches and ranks.
     """

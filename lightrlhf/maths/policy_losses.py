@@ -99,6 +99,14 @@ def kl_loss(logprobs: Tensor, ref_logprobs: Tensor, log_ratio: Tensor) -> Tensor
     return log_ratio.detach().exp() * kl_k2(logprobs, ref_logprobs)
 
 
+def entropy_bonus(entropy: Tensor, weights: Tensor, action_mask: Tensor) -> Tensor:
+    """sum_t w_t H(pi(. | s_t)), a scalar that `--entropy_coeff` times a loss is lowered by (Schulman 2017, eq. 9).
+
+    The entropy belongs to a state, not to the action that was sampled there: weights hold no importance weights.
+    """
+    return (weights * entropy)[action_mask].sum()
+
+
 # ------------------------------------------------------------------------------------------------------- aggregation
 class Counts(NamedTuple):
     """What a batch of all micro-batches and ranks holds; rows without an action do not count."""

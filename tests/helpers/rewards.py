@@ -178,3 +178,17 @@ def constant_loss(logprobs, log_ratio, advantages, action_mask):
 
 def loss_of_two(logprobs, advantages):
     return -advantages * logprobs
+
+
+def median_advantage(scores):
+    """Advantages (P, K): scores less the median of their prompt's."""
+    return scores - scores.median(-1, keepdim=True).values
+
+
+def advantage_without_a_number(scores):
+    return scores / 0
+
+
+def one_advantage(scores):
+    """One for each prompt, which is one too few for each response."""
+    return scores.mean(-1)

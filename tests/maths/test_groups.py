@@ -8,7 +8,16 @@ import statistics
 import pytest
 import torch
 
-from lightrlhf.maths.groups import ADVANTAGES, EPS, centred, group_advantages, group_moments, raw, standardised
+from lightrlhf.maths.groups import (
+    ADVANTAGES,
+    EPS,
+    centred,
+    group_advantages,
+    group_moments,
+    raw,
+    standardised,
+    table_advantages,
+)
 
 GROUP = torch.tensor([2, 0, 0, 1, 2, 0, 1, 2, 2, 1, 3])  # sizes 3, 3, 4 and 1, rows in no order
 SCORES = torch.tensor([0.5, 1.0, 0.25, 2.0, math.nan, 0.75, 2.0, 1.5, 0.0, 2.0, 0.3], dtype=torch.float64)
@@ -88,3 +97,20 @@ def test_a_single_response_has_no_baseline_but_may_have_a_return():
     moments = group_moments(scores, torch.tensor([0, 1]), 2)
     assert group_advantages(scores, moments, standardised).tolist() == [0.0, 0.0]
     assert group_advantages(scores, moments, raw).tolist() == [2.0, 3.0]
+
+
+def test_a_function_gets_tables_of_scored_rows():
+    """One of the groups of each size; the expected medians are of the scores that a group has."""
+    tables = []
+
+    def median(scores: torch.Tensor) -> torch.Tensor:
+        tables.append(scores.tolist())
+        return scores - scores.median(-1, keepdim=True).values
+
+    found = table_advantages(SCORES, GROUP, median)
+    assert tables == [[[0.5, 1.5, 0.0], [1.0, 0.25, 0.75], [2.0, 2.0, 2.0]]]  # NaN is in none, nor a group of one
+    assert found.tolist() == [0.0, 0.25, -0.5, 0.0, 0.0, 0.0, 0.0, 1.0, -0.5, 0.0, 0.0]
+    part = torch.tensor([0, 1, 2, 5, 7])  # two rows of group 2, three of group 0
+    assert table_advantages(SCORES[part], GROUP[part], median).tolist() == [0.0, 0.25, -0.5, 0.0, 1.0]
+    assert tables[1:] == [[[0.5, 1.5]], [[1.0, 0.25, 0.75]]]
+    assert not table_advantages(torch.full((2,), math.nan), GROUP[:2], median).any()

@@ -13,6 +13,7 @@ from lightrlhf.maths.ops import gae, kl_k1, kl_k2, kl_k3
 from lightrlhf.maths.policy_losses import (
     AGGREGATIONS,
     SAPO_TEMPERATURES,
+    entropy_bonus,
     kl_loss,
     make_loss,
     sequence_log_ratio,
@@ -240,3 +241,22 @@ def test_rewards_to_go_pass_over_tokens_that_are_no_actions():
     rewards = torch.tensor([[0.0, -0.1, -0.2, 0.0, 0.0, -0.3, 1.0]], dtype=torch.float64)
     to_go = gae(rewards, torch.zeros_like(rewards), mask, 1.0, 1.0)[0]
     assert to_go[0].tolist() == pytest.approx([0, 0.4, 0.5, 0, 0, 0.7, 1.0])
+
+
+def test_the_entropy_bonus_and_its_gradient_equal_a_float64_reference():
+    """dH / dz_v = -p_v (log p_v + H) by a logit, times the weight of the state; off actions there is none."""
+    logits = torch.randn(2, 3, 5, dtype=torch.float64, requires_grad=True)  # (B, T-1, V)
+    weights, mask = torch.rand(2, 3, dtype=torch.float64), torch.tensor([[True, True, False], [False, True, True]])
+    logprobs = logits.log_softmax(-1)
+    bonus = entropy_bonus(-(logprobs.exp() * logprobs).sum(-1), weights, mask)
+    bonus.backward()
+    expected = 0.0
+    for b, t in mask.nonzero().tolist():
+        total = sum(math.exp(z) for z in logits[b, t].tolist())
+        shares = [math.exp(z) / total for z in logits[b, t].tolist()]
+        entropy = -sum(p * math.log(p) for p in shares)
+        expected += float(weights[b, t]) * entropy
+        slopes = [-float(weights[b, t]) * p * (math.log(p) + entropy) for p in shares]
+        assert logits.grad[b, t].tolist() == pytest.approx(slopes, abs=1e-12)
+    assert bonus.item() == pytest.approx(expected, abs=1e-12)
+    assert not logits.grad[~mask].any()

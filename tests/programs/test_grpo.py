@@ -33,6 +33,7 @@ from lightrlhf.models.loading import load_policy
 from lightrlhf.models.probes import enable_packing
 from lightrlhf.rewards.rewards import Rewards
 from lightrlhf.rewards.scorers import FunctionScorer
+from lightrlhf.storage.jsonl import read_jsonl
 from lightrlhf.training.ranks import LocalRanks
 
 EOS = 1
@@ -91,6 +92,7 @@ SETTINGS += [
     {"init_kl_coeff": 0.1},
     {"init_kl_coeff": 0.1, "advantage": "none", "normalize_advantages": True},
     {"overlong_filter": True},
+    {"entropy_coeff": 0.3, "aggregation": "sequence"},
 ]
 
 
@@ -112,10 +114,11 @@ def test_the_gradient_does_not_depend_on_micro_batches_padding_or_sharing(change
     assert_same_gradients(gradients_of(policy, whole, batch.select(order)), expected, atol=2e-6)
 
 
+@pytest.mark.parametrize("entropy_coeff", [0.0, 0.3])
 @pytest.mark.parametrize("name", AGGREGATIONS)
-def test_ranks_add_up_to_the_gradient_of_one(name, policy):
+def test_ranks_add_up_to_the_gradient_of_one(name, entropy_coeff, policy):
     """Group 1 lies on both ranks; each rank's sums are completed by those of the other."""
-    args = grpo_args(aggregation=name)
+    args = grpo_args(aggregation=name, entropy_coeff=entropy_coeff)
     batch = batch_of(args)
     expected = gradients_of(policy, args, batch)
     parts = [slice(0, 5), slice(5, 8)]
@@ -160,6 +163,34 @@ def test_every_token_has_the_advantage_of_its_response():
     first = batch.advantages[0][batch.action_mask[0]]
     assert first.tolist() == pytest.approx([0.5] * len(RESPONSES[0]))
     assert batch.advantages[~batch.action_mask].abs().max() == 0
+
+
+def test_ranks_give_a_function_of_ones_own_whole_groups():
+    """Group 1 lies on both ranks, and has a response without a score."""
+    scores = [1.0, 0.0, 0.5, 2.0, math.nan, 0.25, 1.0, 3.0]
+    args = grpo_args(advantage="helpers.rewards:median_advantage")
+    whole, made = estimate_advantages(args, rollout(), scores_of(scores)), rollout()
+    assert whole.advantages.amax(1).tolist() == [0.5, 0, 0, 1, 0, 0, 0, 0]
+    assert whole.advantages.amin(1).tolist() == [0, -0.5, 0, 0, 0, -0.75, 0, 0]
+    parts = [slice(0, 5), slice(5, 8)]
+
+    class Rank(LocalRanks):
+        def gather(self, value):
+            return [(GROUP[part].tolist(), scores[part]) for part in parts]
+
+    for index, part in enumerate(parts):
+        ranks = Rank()
+        ranks.rank = index
+        found = estimate_advantages(args, made.select(part), scores_of(scores[part]), None, ranks).advantages
+        assert torch.equal(found, whole.advantages[part, : found.shape[1]])
+
+
+def test_responses_without_an_advantage_learn_from_the_entropy_alone(policy):
+    """All scores are equal: without the bonus there is no gradient, with it entropy rises."""
+    for coefficient in (0.0, 0.3):
+        args = grpo_args(entropy_coeff=coefficient)
+        gradients = gradients_of(policy, args, estimate_advantages(args, rollout(), scores_of([1.0] * 8)))
+        assert any(gradient.abs().max() > 0 for gradient in gradients.values()) == bool(coefficient)
 
 
 def test_a_kl_in_the_reward_is_not_divided_by_the_deviation():
@@ -350,6 +381,7 @@ def test_a_loss_of_ones_own_by_import_path(cafe_data, base_model, tmp_path, caps
         ({"num_generations": 1}, "--advantage std .*--num_generations"),
         ({"mini_batch_size": 16, "micro_batch_size": 8}, "--mini_batch_size 16 .*try 8"),
         ({"loss_type": "cispoo"}, "--loss_type cispoo"),
+        ({"advantage": "median"}, "--advantage median"),
         ({"overlong_buffer": 12}, "--overlong_buffer 12 .*--max_new_tokens 12"),
     ],
 )
@@ -361,7 +393,7 @@ def test_flags_that_cannot_be_meant_are_one_line(given, message):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("mean_loss", "returned .. for .2, 3. tokens"),
+        ("mean_loss", "returned .. for .2, 3."),
         ("constant_loss", "returned losses without a gradient"),
         ("loss_of_two", "failed with TypeError: .* but 4 were given"),
     ],
@@ -369,6 +401,33 @@ def test_flags_that_cannot_be_meant_are_one_line(given, message):
 def test_a_loss_that_is_none_is_refused_before_the_model_is_loaded(name, message):
     with pytest.raises(UsageError, match=f"--loss_type helpers.rewards:{name} {message}"):
         grpo_args(loss_type=f"helpers.rewards:{name}").load_loss()
+
+
+def test_an_advantage_of_ones_own_by_import_path(cafe_data, base_model, tmp_path):
+    """Those in rollouts.jsonl are of the scores there: above the median positive, below it negative."""
+    more = ["--reward_function", "helpers.rewards:vowels", "--advantage", "helpers.rewards:median_advantage"]
+    run = main(flags(cafe_data, base_model, tmp_path, *more, "--log_rollouts", "16"))
+    rows = read_jsonl(run + "/rollouts.jsonl")
+    assert len(rows) == 32
+    for step, group in {(row["step"], row["group"]) for row in rows}:
+        members = [row for row in rows if (row["step"], row["group"]) == (step, group)]
+        median = sorted(row["score"] for row in members)[1]
+        for row in members:
+            assert row["advantages"] == pytest.approx([row["score"] - median] * len(row["mask"]), abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("one_advantage", "returned .2,. for .2, 4."),
+        ("advantage_without_a_number", "not finite"),
+        ("loss_of_two", "failed with TypeError"),
+        ("missing", "cannot be imported"),
+    ],
+)
+def test_an_advantage_that_is_none_is_refused_before_the_model_is_loaded(name, message):
+    with pytest.raises(UsageError, match=f"--advantage helpers.rewards:{name} .*{message}"):
+        grpo_args(advantage=f"helpers.rewards:{name}").check_start()
 
 
 def test_a_rank_without_rows_samples_and_scores_nothing(policy, tokenizer):

@@ -11,7 +11,16 @@ import pytest
 import torch
 from helpers import assert_same_gradients, rows_of, tiny_policy
 from helpers.rollouts import scores_of
-from helpers.updates import RunOfSteps, changes, descend, exact, exact_logprobs, numbers_in, sampled_by_others
+from helpers.updates import (
+    RunOfSteps,
+    changes,
+    descend,
+    exact,
+    exact_entropy,
+    exact_logprobs,
+    numbers_in,
+    sampled_by_others,
+)
 
 from lightrlhf.data.batch import Rollout
 from lightrlhf.grpo import GRPOArgs, estimate_advantages, update
@@ -73,6 +82,7 @@ def compared(name: str, score: float, group: list[float], others: list[float], e
         "rloo": score - mean(others),
         "maxrl": (score - mean(group)) / (mean(group) + 1e-6),
         "none": score,
+        "helpers.rewards:median_advantage": score - sorted(group)[(len(group) - 1) // 2],  # torch's, the lower of two
     }[name]
 
 
@@ -123,6 +133,7 @@ def loss_of(args: GRPOArgs, policy, rows: list[Row]):
     prompts = {row.group: sum(len(one.response) for one in rows if one.group == row.group) for row in rows}
     for row in rows:
         new = exact_logprobs(policy, row.prompt, row.response, args.temperature)
+        entropy = exact_entropy(policy, row.prompt, row.response, args.temperature)
         ratios = (new - torch.tensor(row.old, dtype=torch.float64)).exp()
         whole = ratios.log().mean().exp()  # GSPO, eq. 7
         weight = {
@@ -137,7 +148,7 @@ def loss_of(args: GRPOArgs, policy, rows: list[Row]):
             loss = token_loss(args, new[t], ratio, row.advantages[t])
             if args.kl_placement == "loss":  # the token's own ratio, whatever that of the loss
                 loss = loss + args.init_kl_coeff * ratios[t].detach() * (new[t] - row.ref[t]) ** 2 / 2
-            total = total + weight * row.correction[t] * loss
+            total = total + weight * (row.correction[t] * loss - args.entropy_coeff * entropy[t])
     return total
 
 
@@ -171,6 +182,8 @@ SETTINGS = [
     {"advantage": "batch_std", "loss_type": "cispo", "overlong_buffer": 3, "overlong_penalty": 2.0, "ppo_epochs": 2},
     {"advantage": "maxrl", "loss_type": "sapo", "mini_batch_size": 12},
     {"advantage": "mean", "normalize_advantages": True, **KL, "dual_clip": 1.1, "clip_coeff_high": 0.05},
+    {"entropy_coeff": 0.3, "aggregation": "sequence", "overlong_filter": True},
+    {"advantage": "helpers.rewards:median_advantage", **KL, "entropy_coeff": 0.1, "ppo_epochs": 2},
 ]
 
 
