@@ -10,6 +10,7 @@ state of a data loader is one index.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -127,8 +128,10 @@ class Rollout(SampledBatch):
         return rows
 
     def masked(self, valid: Tensor) -> Rollout:
-        """The same rollout without the actions of rows that are not valid; valid: (B,) bool."""
-        return dataclasses.replace(self, action_mask=self.action_mask & valid[:, None])
+        """The same rollout, its texts too, without the actions of rows that are not valid; valid: (B,) bool."""
+        rollout = copy.copy(self)
+        rollout.action_mask = self.action_mask & valid[:, None]
+        return rollout
 
     def lengths(self) -> Tensor:
         """Tokens of each response: (B,) float32."""

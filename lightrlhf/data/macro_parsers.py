@@ -71,8 +71,9 @@ def parsed_segments(rollout: Rollout, parser: Parser, cutoff: int, fallback: int
     """
     assert rollout.tokenizer is not None
     starts, failures = [], 0
-    for ids, has_actions in zip(rollout.response_ids(), rollout.action_mask.any(1).tolist()):
-        text, ends = token_ends(rollout.tokenizer, ids)
+    rows = zip(rollout.response_ids(), rollout.texts, rollout.action_mask.any(1).tolist())
+    for ids, (_, text), has_actions in rows:
+        ends = token_ends(rollout.tokenizer, ids, text)
         try:
             starts.append(segment_starts(check_spans(parser(text), text), ends, cutoff) if has_actions else [0])
         except Exception:  # parsers raise any exception
@@ -115,21 +116,20 @@ def check_spans(spans: Sequence[Span], text: str) -> Sequence[Span]:
     return spans
 
 
-def token_ends(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> tuple[str, list[int]]:
-    """The text of sampled ids, and the character offset at which each token ends.
+def token_ends(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], text: str) -> list[int]:
+    """The character offset at which each of the sampled ids ends in their text.
 
     Offsets are the tokenizer's own if encoding the text gives the same ids, else found by decoding incrementally. Each
     of several tokens that form one character ends at the end of that character.
     """
-    text = decode(tokenizer, ids)
     special = set(tokenizer.all_special_ids)
     visible = [i for i in ids if i not in special]
     if getattr(tokenizer, "is_fast", False):
         again = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         if again["input_ids"] == visible:
             offsets = iter([end for _, end in again["offset_mapping"]])
-            return text, _fill_ends([None if i in special else next(offsets) for i in ids], len(text))
-    return text, _fill_ends(list(_ends_by_decoding(tokenizer, ids)), len(text))
+            return _fill_ends([None if i in special else next(offsets) for i in ids], len(text))
+    return _fill_ends(list(_ends_by_decoding(tokenizer, ids)), len(text))
 
 
 def _ends_by_decoding(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> Iterator[int | None]:

@@ -237,6 +237,7 @@ def measure(model: LoadedModel, reference: LoadedModel, answer: Answer, temperat
         truncated=torch.tensor([answer.truncated]),
         logprobs=logprobs[0],
         ref_logprobs=logprobs[1],
+        tokenizer=model.tokenizer,
     )
     return Measures(rollout, (logprobs[0] - logprobs[1])[cpu_batch.action_mask].tolist())
 
@@ -247,9 +248,7 @@ def rewards(scorer: GroupScorer | None, answers: Sequence[Answer]) -> list[float
 
 
 # ----------------------------------------------------------------------------------------------------------- tokens
-def macro_segments(
-    experiment: str, measures: Measures, tokenizer: PreTrainedTokenizerBase, ngram: int | None = None
-) -> list[int]:
+def macro_segments(experiment: str, measures: Measures, ngram: int | None = None) -> list[int]:
     """Index of the macro action of each token of an answer: of `ngram` tokens each, or as the experiment was trained.
 
     Random lengths are sampled anew, so they only illustrate the segmentation. Raises: UsageError when the package of
@@ -279,7 +278,8 @@ def formatted(value: float | None) -> str:
 
 def token_texts(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[str]:
     """Text of each token; a character made of several tokens belongs to the first of them."""
-    text, ends = token_ends(tokenizer, ids)
+    text = decode(tokenizer, ids)
+    ends = token_ends(tokenizer, ids, text)
     return [text[start:end] for start, end in zip([0, *ends], ends)]
 
 

@@ -251,7 +251,7 @@ class DemoBackend:
             raise UsageError(f"{label} has no reference model for log-ratios; restart the demo with --reference_dir")
         tokenizer = self.cache.model(label).tokenizer
         ngram = None if macro_length == AS_TRAINED else int(macro_length)
-        segments = macro_segments(self.cache.experiment(label), measures, tokenizer, ngram)
+        segments = macro_segments(self.cache.experiment(label), measures, ngram)
         return tokens_as_html(token_texts(tokenizer, turn["answer"].ids), measures.log_ratios, segments)
 
     # -------------------------------------------------------------------------------------------------- side by side

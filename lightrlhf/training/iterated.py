@@ -21,13 +21,14 @@ from lightrlhf.models.loading import find_device
 from lightrlhf.models.saving import upload
 from lightrlhf.models.tokenizer import load_tokenizer
 from lightrlhf.storage.checkpoint import checkpoints, final_checkpoint, write_text
-from lightrlhf.storage.jsonl import to_json, write_jsonl
+from lightrlhf.storage.jsonl import finite_metrics, to_json, write_jsonl
 from lightrlhf.storage.locks import lock_folder
 from lightrlhf.storage.results import in_words
 from lightrlhf.training import iterated_dir, launch
 from lightrlhf.training.dry_run import texts_of_sample
 from lightrlhf.training.iterated_dir import IteratedArgs
 from lightrlhf.training.memory import peak_memory
+from lightrlhf.training.metric_log import call_on_step
 from lightrlhf.training.rollout_log import write_iteration
 from lightrlhf.training.run import Metrics, OnStep
 from lightrlhf.training.signals import StopSignals
@@ -36,6 +37,7 @@ from lightrlhf.training.summary import Rows, print_summary
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+ON_STEP = "on_step.json"  # in an iteration's folder, the metrics that `on_step` returned
 Args = TypeVar("Args", bound=IteratedArgs)
 ProgramArgs = TypeVar("ProgramArgs")
 
@@ -133,7 +135,8 @@ class Iterated(Generic[Args]):
 
         A stage ends the run by `StopTraining`, whose message is printed. evaluate: returns the results for
         `evaluation.json`, None without held-out rows; report: writes the run's files, returns the last metrics;
-        on_step: called with (iteration, metrics), may raise `StopTraining`; only: name of the stage to do.
+        on_step: called with (iteration, metrics), may return more metrics and raise `StopTraining`; only: name of the
+        stage to do.
         """
         policy = self.initial
         if self.args.dry_run:
@@ -159,7 +162,7 @@ class Iterated(Generic[Args]):
             metrics = report(self)
             try:
                 if on_step is not None and is_new and only == "all":
-                    on_step(number, metrics)
+                    self._add_metrics(iteration, call_on_step(on_step, number, metrics))
             except StopTraining:
                 break
             if is_new and only != "all":
@@ -197,8 +200,22 @@ class Iterated(Generic[Args]):
     def write_results(self, results: Sequence[Row], metrics: Sequence[Metrics]) -> Metrics:
         """Write `results.json` and `metrics.jsonl`, a row per iteration; returns the metrics of the last one."""
         write_text(self.directory / "results.json", to_json(results, indent=1))
-        write_jsonl(self.directory / "metrics.jsonl", metrics)
+        self._metrics = metrics
+        self._write_metrics()
         return {name: value for name, value in metrics[-1].items() if name != "step"} if metrics else {}
+
+    def _add_metrics(self, iteration: Iteration[Args], metrics: Metrics) -> None:
+        """Keep metrics of `on_step` with an iteration, and write them to its row of `metrics.jsonl`."""
+        if metrics:
+            write_text(iteration.folder / ON_STEP, to_json(finite_metrics(metrics), indent=1))
+            self._write_metrics()
+
+    def _write_metrics(self) -> None:
+        rows = []
+        for row in self._metrics:
+            path = self.iteration(int(row["step"]), "").folder / ON_STEP
+            rows.append({**row, **(json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {})})
+        write_jsonl(self.directory / "metrics.jsonl", rows)
 
     def finish(self, rows: Rows = ()) -> Path:
         """Upload the last policy if requested, and print that the run is finished, or in one line what is left of it.

@@ -12,9 +12,10 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
-from lightrlhf.cli.errors import StopTraining
+from lightrlhf.cli.errors import StopTraining, UsageError
+from lightrlhf.cli.functions import parameters_of
 from lightrlhf.cli.groups import TrainArgs
-from lightrlhf.data.batch import Batch, row_length
+from lightrlhf.data.batch import Batch, Rollout, row_length
 from lightrlhf.data.splits import Row
 from lightrlhf.storage.jsonl import append_jsonl, finite_metrics
 from lightrlhf.storage.results import USUAL_METRICS
@@ -31,7 +32,7 @@ from lightrlhf.training.roofline import Step, write_profile
 IN_PROGRESS_BAR = USUAL_METRICS[:4]
 TIMED = ("rollout", "score", "resample", "update")  # phases of a step whose times are metrics
 Metrics = dict[str, float]
-OnStep = Callable[[int, Metrics], None]
+OnStep = Callable[..., Mapping[str, float] | None]  # of step, metrics and, if it has this parameter, rollout
 Writing = Callable[[str], AbstractContextManager[None]]
 
 
@@ -54,6 +55,7 @@ class MetricLog:
         self.names: dict[str, None] = {}  # of the metrics, in order
         self.profiled: list[Step] = []
         self.bar: Any = None
+        self.rollout: Rollout | None = None  # of the current step, for `on_step`
         self._logger: Logger | None = None  # of the first rank
         self._infinite: set[str] = set()  # infinite metrics that a note has named
         self._seconds = 0.0  # spent on logs since the last row of metrics
@@ -110,19 +112,22 @@ class MetricLog:
         return {**times, f"time/{unit}_per_second": self.ranks.total(number) / sum(times.values())}
 
     def log(self, metrics: Metrics) -> None:
-        """Log metrics after the current step and call `on_step` with them; NaN, a mean over nothing, is not written."""
+        """Log metrics after the current step, and those that `on_step` returns.
+
+        NaN, a mean over nothing, is not written. Raises: UsageError when `on_step` returns anything but metrics.
+        """
         if not all(name.startswith("val/") for name in metrics):
             more = self.loss_scale.metrics() if self.loss_scale else {}
             metrics = {**metrics, **more, "time/logging": self._seconds}
             self._seconds = 0.0
+        if self.on_step is not None:
+            metrics = {**metrics, **self._call_on_step(metrics)}
         if self.dry:
             self.dry.log({name: float(value) for name, value in metrics.items()}, self.progress.seconds)
         elif self.ranks.is_first:
             with self.timed():
                 self._write(metrics)
         self._compare(metrics)
-        if self.on_step is not None:
-            self.progress.is_last |= self._asks_to_stop(metrics)
 
     def _compare(self, metrics: Metrics) -> None:
         """Compare with the best value of the metric of `--keep_best`; all ranks take the first one's."""
@@ -135,15 +140,19 @@ class MetricLog:
             self.progress.is_last = True
             self.ranks.print0(f"stopped at step {step} after {best.since} values without improvement: {best}")
 
-    def _asks_to_stop(self, metrics: Metrics) -> bool:
+    def _call_on_step(self, metrics: Metrics) -> Metrics:
+        """What the first rank's `on_step` returns, on all ranks; the step is the last one if it asks to stop."""
+        more: Metrics = {}
         stop = False
         if self.ranks.is_first and self.on_step is not None:
             try:
-                self.on_step(self.progress.step, {name: float(value) for name, value in metrics.items()})
+                more = call_on_step(self.on_step, self.progress.step, metrics, self.rollout)
             except StopTraining:
                 stop = True
                 self.ranks.print0(f"stopped by on_step at step {self.progress.step}")
-        return bool(self.ranks.broadcast(stop))
+        more, stop = self.ranks.broadcast((more, stop))
+        self.progress.is_last |= stop
+        return more
 
     def _write(self, metrics: Metrics) -> None:
         step, values = self.progress.step, {name: float(value) for name, value in metrics.items()}
@@ -185,3 +194,17 @@ class MetricLog:
             yield
         finally:
             self._seconds += time.perf_counter() - started
+
+
+def call_on_step(on_step: OnStep, step: int, metrics: Mapping[str, float], rollout: Rollout | None = None) -> Metrics:
+    """Call `on_step` with numbers, and with the rollout if it has a parameter of this name; returns its metrics.
+
+    Raises: UsageError when it returns anything but None or numbers by name; whatever it raises.
+    """
+    takes_rollout = any(parameter.name == "rollout" for parameter in parameters_of(on_step) or ())
+    given = {"rollout": rollout} if takes_rollout else {}
+    returned = on_step(step, {name: float(value) for name, value in metrics.items()}, **given)
+    try:
+        return {str(name): float(value) for name, value in ({} if returned is None else returned).items()}
+    except (AttributeError, TypeError, ValueError):
+        raise UsageError(f"on_step returned {returned!r:.80}; return numbers by name, or None") from None

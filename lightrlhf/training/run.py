@@ -21,7 +21,7 @@ from torch import nn
 
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.cli.groups import EvalIntervalArgs, TrainArgs
-from lightrlhf.data.batch import Batch
+from lightrlhf.data.batch import Batch, Rollout
 from lightrlhf.data.splits import Row
 from lightrlhf.training.best import Best
 from lightrlhf.training.distributed import check_same, launch, make_fabric
@@ -45,8 +45,9 @@ AnyArgs = TypeVar("AnyArgs", bound=TrainArgs)
 class Run(Generic[AnyArgs]):
     """One training run: its experiment dir, logs, learners and checkpoints; how it stops and resumes.
 
-    on_step: called with the step and its metrics wherever they are logged, on the first rank; it may raise
-    `StopTraining`. given: objects that `train` was called with (see `given_objects`); a resumed run needs the same.
+    on_step: called with the step and its metrics wherever they are logged, on the first rank; see `call_on_step`. It
+    may raise `StopTraining`. given: objects that `train` was called with (see `given_objects`); a resumed run needs the
+    same.
     data: path whose last two parts name the experiment dir; `--data_dir` when not given, of several the first one's
     parent and the names joined by +.
     Raises: UsageError when the experiment dir cannot be written, or there is nothing to resume from.
@@ -163,6 +164,7 @@ class Run(Generic[AnyArgs]):
         `--eval_interval` steps, with `at_saves` also before each checkpoint that is due.
         """
         self.progress.step += 1
+        self.metric_log.rollout = work if isinstance(work, Rollout) else None
         self.metric_log.add_step({**metrics, **self.metric_log.speed(work), "train/lr": self.learners.learning_rate()})
         is_due = self.progress.due(self._eval_interval) or (at_saves and self.checkpoints.due)
         if evaluate and is_due:

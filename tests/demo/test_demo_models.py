@@ -243,9 +243,9 @@ def test_macro_actions_as_trained_and_of_any_length(sft_dir, lora_dir, tmp_path)
     def segments(**stored) -> list[int]:
         (tmp_path / "args.json").write_text(json.dumps(stored))
         reseal(tmp_path)
-        return macro_segments(str(tmp_path), measures, model.tokenizer)
+        return macro_segments(str(tmp_path), measures)
 
-    assert macro_segments(lora_dir, measures, model.tokenizer, 3) == [i // 3 for i in number]
+    assert macro_segments(lora_dir, measures, 3) == [i // 3 for i in number]
     assert segments() == list(number)
     assert segments(termination_condition="fixed", ngram=4) == [i // 4 for i in number]
     assert segments(termination_condition="fixed", ngram=0) == [0 for _ in number]

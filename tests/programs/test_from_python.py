@@ -7,6 +7,7 @@ import dataclasses
 import json
 import math
 from pathlib import Path
+from statistics import mean
 
 import pytest
 import torch
@@ -16,6 +17,9 @@ from helpers.rewards import vowels
 
 import lightrlhf
 from lightrlhf import DPOArgs, GRPOArgs, PPOArgs, RMArgs, SFTArgs, StopTraining, UsageError, dpo, grpo, ppo, rm, sft
+from lightrlhf.data import batch
+from lightrlhf.storage.jsonl import read_jsonl
+from lightrlhf.training import rollout_log
 
 SMALL = {"accelerator": "cpu", "micro_batch_size": 2, "mini_batch_size": 4, "log_interval": 1, "lr_warmup_steps": 0}
 PROMPTS = ["Guest: a tea, please.\n", "Guest: two muffins.\n", "Guest: a latte!\n", "Guest: water.\n"] * 2
@@ -117,6 +121,38 @@ def test_stop_training_ends_after_the_step_with_a_checkpoint(tokenizer, tmp_path
     folder = ppo.train(ppo_args(tmp_path, epochs=9), policy=model_of(tokenizer), **objects, on_step=stop)
     assert [row["step"] for row in metrics(folder)] == [1, 2]
     assert last_checkpoint(folder).name == "checkpoint-000002"
+
+
+@pytest.mark.parametrize("by_parsing", [False, True])
+def test_on_step_returns_metrics_and_has_the_rollout_whose_texts_are_decoded_once(
+    by_parsing, tokenizer, tmp_path, monkeypatch
+):
+    """By the reward; the parser, the log of rollouts and on_step read the same texts."""
+    decoded, seen, decode = [], [], batch.decode
+    monkeypatch.setattr(batch, "decode", lambda *given: decoded.append(given) or decode(*given))
+    monkeypatch.setattr(rollout_log, "decode", pytest.fail)
+
+    def on_step(step, metrics, rollout):
+        seen.append([text for _, text in rollout.texts])
+        return {"own/length": mean(map(len, seen[-1])), "own/twice": torch.tensor(2 * step), "own/none": math.nan}
+
+    how = {"termination_condition": "parsing", "parser": "python"} if by_parsing else {}
+    args = ppo_args(tmp_path, max_steps=2, log_rollouts=4, keep_best="max:own/twice", **how)
+    objects = {"tokenizer": tokenizer, "prompts": PROMPTS, "reward": short}
+    folder = ppo.train(args, policy=model_of(tokenizer), **objects, on_step=on_step)
+    assert [row["own/length"] for row in metrics(folder)] == [mean(map(len, texts)) for texts in seen]
+    assert [row["own/twice"] for row in metrics(folder)] == [2.0, 4.0] and "own/none" not in metrics(folder)[0]
+    assert (folder / "best").resolve().name == "checkpoint-000002"
+    rollouts = read_jsonl(folder / "rollouts.jsonl")
+    assert sorted(row["response"] for row in rollouts) == sorted(seen[0] + seen[1])
+    assert len(decoded) == 2 * 2 * 4  # prompt and response, in two steps of four rows
+
+
+@pytest.mark.parametrize("returned", [3, ["a"], {"a": "b"}])
+def test_what_on_step_returns_besides_metrics_is_refused(returned, tokenizer, tmp_path):
+    objects = {"tokenizer": tokenizer, "prompts": PROMPTS, "reward": short}
+    with error_naming(UsageError, "on_step", str(returned)):
+        ppo.train(ppo_args(tmp_path), policy=model_of(tokenizer), **objects, on_step=lambda step, row: returned)
 
 
 def test_a_mistake_of_on_step_comes_out_as_it_is(tokenizer, tmp_path):

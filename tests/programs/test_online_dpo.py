@@ -244,15 +244,19 @@ def test_a_refused_run_leaves_no_experiment_dir(flags, tmp_path, sft_dir, capsys
     assert not list(tmp_path.rglob("args.json"))
 
 
-def test_a_stopped_run_says_what_is_left(flags, tmp_path, capsys):
-    args = parse(OnlineDPOArgs, [*flags, "--log_dir", str(tmp_path)])
+def test_on_step_adds_metrics_and_a_stopped_run_says_what_is_left(flags, tmp_path, capsys):
+    args = parse(OnlineDPOArgs, [*flags, "--log_dir", str(tmp_path), "--iterations", "3"])
 
-    def stop(iteration, metrics):
-        raise StopTraining
+    def stop_after_two(iteration, metrics):
+        if iteration == 2:
+            raise StopTraining
+        return {"own/iteration": iteration}
 
-    run = online_dpo.train(args, on_step=stop)
+    run = online_dpo.train(args, on_step=stop_after_two)
     told = capsys.readouterr().out.splitlines()[-1]
-    assert told == f"1 of 2 iterations done, left: iteration 2; --resume_from {run} does them"
+    assert told == f"2 of 3 iterations done, left: iteration 3; --resume_from {run} does them"
+    rows = read_jsonl(run / "metrics.jsonl")  # the first one is of the start
+    assert [row.get("own/iteration") for row in rows] == [None, 1, None]
 
 
 def test_a_run_with_other_flags_is_not_resumed(finished, capsys):
