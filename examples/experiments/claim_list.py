@@ -300,7 +300,7 @@ RELATIVES = Paper(
     " 32B as verl reproduced it: 52 with all its parts, 50 without dynamic sampling, 44 also without weights by token"
     " (verl's docs/algo/dapo.md).",
     commands=("python -m examples.experiments.critic_free_cafe", "python -m examples.experiments.grpo_switches"),
-    page="algorithms/grpo_results.md",
+    page="results.md#grpo-rloo-and-ppo",
     claims=(
         critic_free("GRPO is better than PPO", "GRPO", "PPO"),
         critic_free("RLOO is better than PPO", "RLOO", "PPO"),
@@ -328,7 +328,7 @@ REAL_MODEL = Paper(
     source="[Shao et al. 2024](https://arxiv.org/abs/2402.03300), [RAFT](https://arxiv.org/abs/2304.06767)",
     reports="nothing at equal samples that was at hand; the comparison is this library's own.",
     commands=("python -m examples.experiments.real_reasoning",),
-    page="real_model_results.md",
+    page="results.md#a-real-model",
     claims=tuple(
         Claim(
             says="GRPO is better than RAFT from the same samples",

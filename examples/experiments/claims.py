@@ -62,6 +62,8 @@ class ClaimsArgs(Args):
     """Experiment whose rows in `output_dir` are put into the repository first: a name in `results`, or a new one."""
     output_dir: str | None = None
     """Folder of that experiment."""
+    tables: bool = False
+    """Print every table that is made from rows instead, also those that stand on no page."""
     smoke: bool = False
     """Run one seed of the cheapest arm again instead, and compare it with the row that is kept."""
 
@@ -76,6 +78,10 @@ def main(argv: list[str] | None = None) -> None:
     args = parse(ClaimsArgs, argv)
     if args.smoke:
         run_again()
+        return
+    if args.tables:
+        for name, table in TABLES.items():
+            print(f"{name}\n\n{table()}")
         return
     if args.keep and args.output_dir:
         keep(args.keep, Path(args.output_dir))
@@ -138,42 +144,38 @@ def verdict(finding: Finding | None) -> str:
 INTRODUCTION = """\
 # Claims
 
-What papers on RLHF report, and what a replication at small size finds, with its raw results. For those who choose a
-method, or doubt a figure of these pages. Words: [interval](words.md#interval), [lambda
+What papers on RLHF claim, and what a replication with small models found. To choose a method, or to check a figure of
+these pages; [results](results.md) has more of the experiments. Words: [interval](words.md#interval), [lambda
 matched](words.md#lambda-matched), [gold score](words.md#gold-score), [KL](words.md#kl).
 
-`make claims` writes this page from the rows in
-[`examples/experiments/results`](../examples/experiments/results/macro_actions.args.json), one JSON line a run, with its
-seed, curve, seconds, versions, processor, day and commit; a test compares. Which claims are tested, and how, is
-[written down](../examples/experiments/claim_list.py) before the runs.
+`make claims` writes this page from [raw rows](../examples/experiments/results/macro_actions.args.json), one a run, with
+seed, curve, seconds, versions, processor, day and commit. The [claims](../examples/experiments/claim_list.py) were
+written down before the runs.
 
-A difference is that of an arm and its control, paired by seed, turned so that more is better for the claim; intervals
-are 95%, Student's t over *n* seeds. *Held*: the interval lies above 0. *Only at the same lambda*: so, but not beside
-tokens whose lambda gives the same horizon. *The opposite held*: the interval lies below 0. *Not held*: else, which also
-is what too few seeds give. A score that a run did not reach within its {limit} rollouts counts as {limit}, in both
-arms, so the difference is one of restricted means; p of the log-rank test stands beside it. *A run*: means of the arm,
-seconds of one core. The models have 0.1M to 0.9M parameters, or 135M in the section on a real model, so a claim that is
-not held here may hold for larger ones.
-
-**{comparisons} comparisons on this page, not adjusted for their number**: of claims that are false one in forty is
-called held by chance.
+A difference is an arm minus its control, paired by seed, turned so that more is better for the claim, with a 95%
+interval (Student's t over *n* seeds). *Held*: the interval lies above 0. *Only at the same lambda*: not against tokens
+with the same horizon. *The opposite held*: it lies below 0. *Not held*: neither, perhaps for too few seeds. A run that
+does not reach a score within {limit} rollouts counts as {limit}; p is of the log-rank test. Models have 0.1M to 0.9M
+parameters (SmolLM2: 135M), so claims may hold for larger ones. The **{comparisons} comparisons are not adjusted for
+their number**: one in forty false claims is called held by chance.
 
 {summary}
 """
 AGAIN = """\
 ## Run them again
 
-Seeds are added to those that are there, without a limit; a new folder starts from the rows in the repository. The last
-command puts what was added there, and writes the pages.
+A new folder starts from the rows in the repository. The second command adds the new rows to them and writes the pages,
+the third prints every table that is made from rows.
 
 <!-- parse only -->
 ```bash
 python -m examples.experiments.macro_actions --seeds 11 12 --output_dir macro_actions
 python -m examples.experiments.claims --keep macro_actions --output_dir macro_actions
+python -m examples.experiments.claims --tables True
 ```
 
-`make claims-smoke` runs one seed of the cheapest arm again and compares its row with the one that is kept: bit for bit
-on the same processor with the same packages, else the scores of the first {first} rollouts within {tolerance}.
+`make claims-smoke` runs one seed of the cheapest arm again and compares its row: bit for bit on the same processor with
+the same packages, else the first {first} scores within {tolerance}.
 """
 
 
@@ -191,22 +193,18 @@ def claims_page() -> str:
         summary=markdown(("verdict", "claims"), lines).rstrip(),
     )
     sections = [section(paper, found[paper.title]) for paper in PAPERS]
-    last = (
-        "## SheepRL's RLHF\n\nThe programs that this library continues; their pages report no figures, so there is no"
-        " claim to test ([migrating](migrating.md)).\n"
-    )
-    return "\n".join([introduction, *sections, last, AGAIN.format(first=FIRST, tolerance=TOLERANCE)])
+    return "\n".join([introduction, *sections, AGAIN.format(first=FIRST, tolerance=TOLERANCE)])
 
 
 def section(paper: Paper, findings: Sequence[Finding | None]) -> str:
     """What a paper reports, and a row for each of its claims."""
     table = [cells(claim, finding) for claim, finding in zip(paper.claims, findings)]
-    table += [(said, *[""] * 5, HOPELESS, "") for said in paper.not_measurable]
-    headings = ("claim", "measured", "arm", "n", "difference", "a run", "verdict", "rows")
+    table += [(said, "", "", "", HOPELESS) for said in paper.not_measurable]
+    headings = ("claim", "measured", "difference", "n", "verdict")
     commands = "\n".join(paper.commands)
     parts = [
         f"## {paper.title}",
-        filled(f"{paper.source}. Reported: {paper.reports} [More of the experiment]({paper.page})."),
+        filled(f"{paper.source}. Reported: {paper.reports} [More]({paper.page})."),
         markdown(headings, table).rstrip(),
         f"<!-- parse only -->\n```bash\n{commands}\n```",
     ]
@@ -220,50 +218,21 @@ def filled(text: str) -> str:
 def cells(claim: Claim, finding: Finding | None) -> tuple[str, ...]:
     """The row of a claim."""
     if finding is None:
-        return claim.says, claim.measure, f"`{claim.arm}`", "", f"to `{claim.control}`", "", verdict(None), ""
-    gaps = [difference(claim, claim.control, finding.gap, finding.rows)]
+        return claim.says, claim.measure, f"`{claim.arm}` minus `{claim.control}`", "", verdict(None)
+    gaps = [f"`{claim.arm}` {difference(claim, claim.control, finding.gap, finding.rows)}"]
     if claim.matched and finding.matched:
         gaps.append(difference(claim, claim.matched, finding.matched, finding.rows))
-    arm, n = f"`{claim.arm}`", str(finding.n)
-    last = origin(finding.rows)
-    return claim.says, claim.measure, arm, n, "<br>".join(gaps), cost(claim, finding.rows), verdict(finding), last
+    return claim.says, claim.measure, "<br>".join(gaps), str(finding.n), verdict(finding)
 
 
 def difference(claim: Claim, control: str, gap: Gap, rows: Sequence[Row]) -> str:
     """A difference to a control with its interval, and p of the log-rank test where times were compared."""
-    text = f"to `{control}`: {short(shown_gap(gap, claim.digits))}" if gap[1] > float("-inf") else f"to `{control}`"
+    text = f"minus `{control}`"
+    text += f": {short(shown_gap(gap, claim.digits))}" if gap[1] > float("-inf") else ""
     if claim.read is rollouts:
         times = ([row["rollouts"] for row in rows if row["arm"] == arm] for arm in (claim.arm, control))
         text += f", p {short(f'{log_rank(*times)[1]:.2g}')}"
     return text
-
-
-def cost(claim: Claim, rows: Sequence[Row]) -> str:
-    """Mean samples, KL and processor seconds of a run of the arm, as far as its rows have them."""
-    own = [row for row in rows if row["arm"] == claim.arm]
-
-    def mean(name: str) -> float | None:
-        values = [value_of(row, name) for row in own]
-        return None if None in values else sum(value for value in values if value is not None) / len(values)
-
-    samples, kl, seconds = mean("samples"), mean("kl"), mean("cpu_seconds")
-    parts = [f"{samples:,.0f} samples"] if samples is not None else []
-    parts += [f"KL {kl:.2g}"] if kl is not None else []
-    parts += [f"{seconds:.0f} s"] if seconds is not None else []
-    return ", ".join(parts)
-
-
-def value_of(row: Row, name: str) -> float | None:
-    """A figure of a row: in a column of its own, in `result`, or at the end of its curve."""
-    end = row["curve"][-1] if row.get("curve") and isinstance(row["curve"][-1], dict) else {}
-    return next((float(place[name]) for place in (row, row.get("result", {}), end) if name in place), None)
-
-
-def origin(rows: Sequence[Row]) -> str:
-    """Days and commits of rows."""
-    days = sorted({row["day"] for row in rows if "day" in row})
-    commits = sorted({row["commit"][:7] for row in rows if row.get("commit")})
-    return ", ".join([*([days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"] if days else []), *commits])
 
 
 # ---------------------------------------------------------------------------------------------------------- once again

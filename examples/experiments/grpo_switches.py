@@ -26,7 +26,7 @@ Each arm is compared with its control by the 95% interval of the paired differen
 comparisons as there are, one in twenty is expected to exclude 0 where nothing differs; the program says how many there
 were. A run takes 8 to 18 seconds, all of them about 40 minutes of one core. Results are stored as they come: the same
 command resumes after a kill, and `--seeds 11 12` adds two to those that are there. They are in
-howto/algorithms/grpo_results.md.
+howto/results.md.
 
     python -m examples.experiments.grpo_switches
 """

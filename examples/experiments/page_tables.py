@@ -1,4 +1,4 @@
-"""Tables of pages that are made from raw rows, each by its name, which stands in the markers around it."""
+"""Tables that are made from raw rows, each by its name; pages have some of them, between markers with that name."""
 
 from __future__ import annotations
 
@@ -98,6 +98,35 @@ def real_reasoning() -> str:
                 table.append([short(cell) for cell in cells])
     measures = ("greedy", "pass@1", "pass@8", "KL to the base, nats", "tokens", "commonest response")
     return markdown(("", "seed", *measures, "hours", "peak memory"), table)
+
+
+def real_reasoning_means() -> str:
+    """Means over the seeds of the real model on two tasks."""
+    rows, table = kept_rows("real_reasoning"), []
+    for task in dict.fromkeys(row["task"] for row in rows):
+        for arm in ("base", "RAFT", "GRPO"):
+            own = [row for row in rows if (row["task"], row["arm"]) == (task, arm)]
+            cells = [over_seeds([row[name] for row in own]) for name in ("greedy", "pass_1", "pass_8")]
+            cells.append(over_seeds([abs(row["kl"]) for row in own], 1))
+            table.append([short(cell) for cell in (f"`{task}`: {arm}", *cells)])
+    return markdown(("", "greedy", "pass@1", "pass@8", "KL to the base, nats"), table)
+
+
+def over_seeds(values: Sequence[float], digits: int = 3) -> str:
+    """A mean with its interval, or the only value."""
+    return shown(values, digits) if len(values) > 1 else f"{values[0]:.{digits}f}"
+
+
+def real_dialogues_means() -> str:
+    """Means over the seeds of the real model on dialogues."""
+    rows, table = kept_rows("real_dialogues"), []
+    measures = {"accuracy": 3, "length_controlled_win_rate": 3, "kl": 2, "length": 1}
+    for arm, name in DIALOGUES.items():
+        own = [row for row in rows if row["arm"] == arm]
+        cells = [shown([row[one] for row in own], digits) if one in own[0] else "" for one, digits in measures.items()]
+        if any(cells):
+            table.append([short(cell) for cell in (name, *cells)])
+    return markdown(("", "accuracy, 240 pairs", "won against SFT, equal length", "KL to SFT, nats", "tokens"), table)
 
 
 def unit_tests_table() -> str:
@@ -290,6 +319,21 @@ def grpo_switch(title: str) -> str:
     return markdown(("", "end", "minus control", "run", "minus control", "KL", "longer", "filler"), table)
 
 
+def grpo_switches() -> str:
+    """The share of right answers after training, of every switch beside its control."""
+    rows, table = [row for row in kept_rows("grpo_switches") if row["seed"]], []
+    for control, arms in SWITCHES.values():
+        seeds = common_seeds(rows, (control, *arms))
+        right = {(row["arm"], row["seed"]): row["result"]["right"] for row in rows}
+        controls = [right[control, seed] for seed in seeds]
+        if control not in [name for name, *_ in table]:
+            table.append((control, shown(controls), ""))
+        for arm in arms:
+            own = [right[arm, seed] for seed in seeds]
+            table.append((arm, shown(own), f"{shown_gap(paired(own, controls))} to {control}"))
+    return markdown(("arm", "right", "minus control"), [tuple(map(short, cells)) for cells in table])
+
+
 DIALOGUE_ARMS = {  # arm: what the page calls it
     "start": "start: SFT on demonstrations that seldom ask",
     "REFUEL": "REFUEL, final horizon",
@@ -372,10 +416,13 @@ TABLES: dict[str, Callable[[], str]] = {
     **{f"reflect, {task}": partial(reflect, task) for task in ("taxi", "explore", "household")},
     "real model, two tasks": real_reasoning,
     "real model, dialogues": real_dialogues,
+    "real model, means of two tasks": real_reasoning_means,
+    "real model, means of dialogues": real_dialogues_means,
     "without a critic, rates": critic_free_rates,
     "without a critic, ends": critic_free_ends,
     "without a critic, differences": critic_free_gaps,
     "without a critic, checkpoints": critic_free_checkpoints,
     "without a critic, seeds": critic_free_seeds,
+    "switches": grpo_switches,
     **{f"switches, {title}": partial(grpo_switch, title) for title in SWITCHES},
 }
