@@ -27,6 +27,7 @@ from lightrlhf.maths.preference import DIVERGENCES, LOSSES, RAPO, Pairs, chosen_
 from lightrlhf.maths.unpaired import UNPAIRED_LOSSES, Responses
 from lightrlhf.rewards.kl import AdaptiveKL, bounded_scores, token_rewards
 from lightrlhf.rewards.scorers import read_together
+from lightrlhf.training.ranks import LocalRanks
 
 SEEDS = range(5)
 
@@ -376,22 +377,14 @@ def rollout_of(g: torch.Generator, rows: int = 4, width: int = 8) -> ppo.Rollout
     )
 
 
-class OneRank:
-    args = ranks = None  # read where servers sampled, of which no rollout here is
-    world_size = 1
-    total = staticmethod(float)
-    sum_over_ranks = staticmethod(lambda tensor: tensor)
-
-
-class TwoRanks(OneRank):
+class TwoRanks(LocalRanks):
     """The other rank's sums are given."""
 
-    world_size = 2
-
     def __init__(self, other: list[torch.Tensor]) -> None:
-        self.other = iter(other)
+        super().__init__()
+        self.world_size, self.other = 2, iter(other)
 
-    def sum_over_ranks(self, tensor):
+    def sum(self, tensor):
         return tensor + next(self.other)
 
     def total(self, value):
@@ -421,7 +414,7 @@ def test_means_of_a_rollout_with_unscored_responses(case):
         given = f64([1.0, -2.0, 0.5, 3.0])
         scores = torch.where(torch.tensor(missing), math.nan, given)
         rewards = token_rewards(rollout.masked(~scores.isnan()), scores, 0.1)
-        found = rollout_metrics(OneRank(), rollout, scores, rewards)
+        found = rollout_metrics(SimpleNamespace(ranks=LocalRanks(), args=None), rollout, scores, rewards)
         kl = response_kl(rollout).tolist()
         kept = [i for i in range(4) if not missing[i]]
         held = near(found["objective/kl"], sum(kl) / 4, 1e-6) and found["objective/valid_ratio"] == len(kept) / 4
@@ -435,7 +428,7 @@ def test_means_of_a_rollout_with_unscored_responses(case):
         case(f"means without {[i for i in range(4) if missing[i]]}", held, str(found["objective/score"]))
         # a second rank whose four responses are all scored 1 with KL 2
         other = [torch.tensor([8.0, 4.0, 4.0, 0.0, 4.0, 4.0]), torch.tensor([4.0, 4.0, 4.0])]
-        both = rollout_metrics(TwoRanks(other), rollout, scores, rewards)
+        both = rollout_metrics(SimpleNamespace(ranks=TwoRanks(other), args=None), rollout, scores, rewards)
         score = (sum(float(given[i]) for i in kept) + 4) / (len(kept) + 4)
         held = near(both["objective/score"], score, 1e-6) and near(both["objective/kl"], (sum(kl) + 8) / 8, 1e-6)
         case(f"the same over two ranks, without {[i for i in range(4) if missing[i]]}", held)
