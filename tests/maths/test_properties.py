@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import os
-from functools import partial
 
 import pytest
 import torch
@@ -19,8 +18,6 @@ from lightrlhf.data.batch import Batch, epoch_order, inference_batches, response
 from lightrlhf.maths import head as heads
 from lightrlhf.maths import macro_actions as macro
 from lightrlhf.maths import ops
-from lightrlhf.maths.preference import DIVERGENCES, LOSSES, REFERENCE_FREE, Pairs
-from lightrlhf.maths.unpaired import Responses, bco, kto
 from lightrlhf.models.packing import pack_texts
 from lightrlhf.rewards.kl import AdaptiveKL
 from lightrlhf.rewards.scorers import read_together
@@ -314,98 +311,6 @@ def segments_ignore_padding(seed, n, left, right):
     mask = drawn(seed, 3, 15)[2]
     wide = macro.fixed(widened(mask, left, right, False), n)
     assert torch.equal(wide[:, left : left + 15], macro.fixed(mask, n))
-
-
-# ----------------------------------------------------------------------------------------- preference losses
-LOGP = st.floats(-30, -0.1)
-ALL = sorted(LOSSES)
-OF_GAP = ["sigmoid", "hinge", "exo_pair", "ipo", "tv", "kl", "rev_kl", "hellinger", "discopop", "robust"]
-
-
-def pairs_of(w, l, rw, rl, **changes):  # noqa: E741
-    tensors = [torch.tensor([x], dtype=torch.float64) for x in (w, l, rw, rl)]
-    names = ("policy_chosen_logps", "policy_rejected_logps", "ref_chosen_logps", "ref_rejected_logps")
-    return Pairs(**({**dict(zip(names, tensors)), "beta": 0.2} | changes))
-
-
-@holds(st.sampled_from(ALL), LOGP, LOGP, LOGP, LOGP)
-def losses_and_slopes_are_finite(name, w, l, rw, rl):  # noqa: E741
-    pairs = pairs_of(w, l, rw, rl)
-    for tensor in (pairs.policy_chosen_logps, pairs.policy_rejected_logps):
-        tensor.requires_grad_()
-    found = LOSSES[name](pairs)
-    slopes = torch.autograd.grad(
-        found.sum(), [pairs.policy_chosen_logps, pairs.policy_rejected_logps], allow_unused=True
-    )
-    assert all(torch.isfinite(x).all() for x in (found, *slopes) if x is not None)
-
-
-@holds(st.sampled_from(OF_GAP), LOGP, LOGP, LOGP, LOGP, st.floats(-5, 5))
-def losses_of_the_gap_forget_a_common_shift(name, w, l, rw, rl, shift):  # noqa: E741
-    one, other = pairs_of(w, l, rw, rl), pairs_of(w + shift, l + shift, rw, rl)
-    assert close(LOSSES[name](one), LOSSES[name](other), 1e-7)
-
-
-@holds(st.sampled_from(sorted(set(ALL) - set(REFERENCE_FREE) - {"raft"})), LOGP, LOGP, LOGP, LOGP, st.floats(-5, 5))
-def losses_see_log_ratios_alone(name, w, l, rw, rl, shift):  # noqa: E741
-    one, other = pairs_of(w, l, rw, rl), pairs_of(w + shift, l - shift, rw + shift, rl - shift)
-    assert close(LOSSES[name](one), LOSSES[name](other), 1e-7)
-
-
-@holds(
-    st.sampled_from(["sigmoid", "hinge", "simpo", "orpo", "cpo", "aot", "aot_pair"]),
-    LOGP,
-    LOGP,
-    LOGP,
-    LOGP,
-    st.floats(0, 5),
-)
-def a_less_likely_rejected_response_costs_no_more(name, w, l, rw, rl, less):  # noqa: E741
-    assert LOSSES[name](pairs_of(w, l - less, rw, rl)) <= LOSSES[name](pairs_of(w, l, rw, rl)) + 1e-12
-
-
-@holds(LOGP, LOGP, LOGP, LOGP, st.floats(0, 0.49))
-def smoothed_dpo_swaps_with_its_smoothing(w, l, rw, rl, e):  # noqa: E741
-    one = LOSSES["sigmoid"](pairs_of(w, l, rw, rl, label_smoothing=e))
-    other = LOSSES["sigmoid"](pairs_of(l, w, rl, rw, label_smoothing=1 - e))
-    assert close(one, other)
-
-
-@holds(LOGP, LOGP, LOGP, LOGP, st.floats(0, 0.4))
-def robust_dpo_is_unbiased_under_flips(w, l, rw, rl, e):  # noqa: E741
-    right = LOSSES["robust"](pairs_of(w, l, rw, rl, label_smoothing=e))
-    flipped = LOSSES["robust"](pairs_of(l, w, rl, rw, label_smoothing=e))
-    assert close((1 - e) * right + e * flipped, LOSSES["sigmoid"](pairs_of(w, l, rw, rl)), 1e-8)
-
-
-@holds(LOGP, LOGP)
-def dpo_at_the_reference_is_log_two(w, l):  # noqa: E741
-    assert close(LOSSES["sigmoid"](pairs_of(w, l, w, l)), math.log(2))
-
-
-@holds(LOGP, LOGP, LOGP, LOGP)
-def a_ranked_loss_of_one_pair_is_dpo(w, l, rw, rl):  # noqa: E741
-    for name in ("aot", "aot_pair"):
-        assert close(LOSSES[name](pairs_of(w, l, rw, rl)), LOSSES["sigmoid"](pairs_of(w, l, rw, rl)))
-
-
-@holds(st.sampled_from(sorted(DIVERGENCES)), st.floats(-20, 20), st.floats(0, 5), st.floats(0.1, 0.9))
-def divergences_rise_with_the_ratio(name, x, more, alpha):
-    f = partial(DIVERGENCES[name], alpha=alpha)
-    low, high = (f(torch.tensor(value, dtype=torch.float64)) for value in (x, x + more))
-    assert low <= high + 1e-12
-
-
-@holds(NUMBER, NUMBER, st.floats(0, 5), st.floats(0.01, 2))
-def labels_of_responses_mirror_each_other(logp, ref, point, beta):
-    def loss(function, logp, ref, point, good):
-        values = {"policy_logps": torch.tensor([logp]).double(), "ref_logps": torch.tensor([ref]).double()}
-        return function(Responses(**values, desirable=torch.tensor([good]), beta=beta, reference_point=point))
-
-    for function in (kto, bco):
-        assert close(loss(function, logp, ref, point, True), loss(function, ref, logp, -point, False), 1e-8)
-        assert loss(function, logp, ref, point, True) >= 0
-    assert close(loss(kto, logp, ref, point, True) + loss(kto, logp, ref, point, False), 1.0, 1e-8)
 
 
 @holds(st.lists(NUMBER, min_size=2, max_size=2), NUMBER)
