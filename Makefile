@@ -157,8 +157,9 @@ ROW ?= *
 attacks: $(VENV)/.tested
 	$(BIN)/python -m pytest -s -m attack $(wildcard tests/*/test_$(ROW).py)
 
-# All tests, the attacks, then REPEATS times those that draw at random: kills at new steps, new examples of properties.
+# All tests, the attacks, then REPEATS times those that draw at random: kills at new steps, 1,000 examples a property.
 REPEATS ?= 5
+test-nightly: export LIGHTRLHF_EXAMPLES := 1000
 test-nightly: test test-thorough attacks
 	for repeat in $$(seq $(REPEATS)); do $(PYTEST) -k "random_step or hypothesis" tests || exit 1; done
 

@@ -27,7 +27,8 @@ os.environ["PYTHONPATH"] = environment()["PYTHONPATH"]  # ranks and servers impo
 torch.set_num_threads(1)
 processes.open_session()
 forks.open_session(environment())
-settings.register_profile("patient", parent=settings.default, deadline=None)  # no example fails for being slow
+EXAMPLES = int(os.environ.get("LIGHTRLHF_EXAMPLES", 100))  # that hypothesis draws for a test
+settings.register_profile("patient", max_examples=EXAMPLES, deadline=None)  # no example fails for being slow
 settings.load_profile("patient")
 
 

@@ -272,6 +272,21 @@ def test_inference_batches_hold_every_row_once_within_the_token_budget(lengths, 
         assert len(rows) <= max_rows
 
 
+ROWS = st.lists(st.tuples(st.integers(1, 5), st.integers(1, 6)), min_size=1, max_size=6)
+
+
+@given(ROWS, st.integers(1, 6))
+def test_every_response_token_is_one_action_also_of_selected_rows(rows, count):
+    """Ids tell row and place."""
+    prompts = [[100 * i + t for t in range(p)] for i, (p, _) in enumerate(rows, start=1)]
+    responses = [[100 * i + 50 + t for t in range(r)] for i, (_, r) in enumerate(rows, start=1)]
+    batch = response_batch(prompts, responses, 0)
+    for part in (batch, batch.select(torch.arange(min(count, len(rows))))):
+        for i in range(len(part)):
+            assert part.input_ids[i][part.attention_mask[i]].tolist() == prompts[i] + responses[i]
+            assert trained(part, i) == responses[i]
+
+
 def test_the_token_budget_holds_on_a_cpu_only():
     assert inference_batch_size(5000, 64, torch.device("cuda")) == 64
     assert inference_batch_size(5000, 64, torch.device("cpu")) == 1

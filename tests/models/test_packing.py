@@ -19,6 +19,8 @@ from helpers import (
 )
 from helpers.trained import train_a_little
 from helpers.zoo import zoo_model
+from hypothesis import given
+from hypothesis import strategies as st
 from transformers import DynamicCache
 
 from lightrlhf.cli.groups import ModelArgs
@@ -132,6 +134,29 @@ def test_texts_without_groups_are_packed_into_the_rows_that_cost_least(lengths, 
     batch = response_batch(rows_of(*lengths), [[] for _ in lengths], 0)
     packed = pack_texts(batch.input_ids, batch.attention_mask, None, hidden_size, most_columns)
     assert (packed and tuple(packed.input_ids.shape)) == shape
+
+
+@given(
+    st.integers(0, 2**31), st.integers(1, 9), st.integers(0, 4), st.integers(1, 6), st.sampled_from([1, 8, 4096]),
+    st.booleans(), st.sampled_from([None, 16]),
+)  # fmt: skip
+def test_a_packed_row_shows_each_text_itself_alone(seed, common, more, count, hidden_size, is_grouped, most_columns):
+    """Each token of each text stands in the packed row, at its own position, and sees its own text up to itself."""
+    g = torch.Generator().manual_seed(seed)
+    prompts = [torch.randint(1, 4, (common + i,), generator=g).tolist() for i in range(2)]
+    ends = [torch.randint(1, 4, (1 + more * (i % 3),), generator=g).tolist() for i in range(count + 2)]
+    group = torch.randint(0, 2, (count + 2,), generator=g)
+    batch = response_batch([prompts[i] for i in group], ends, 0)
+    packed = pack_texts(batch.input_ids, batch.attention_mask, group if is_grouped else None, hidden_size, most_columns)
+    if packed is None:
+        return
+    assert packed.input_ids.shape[1] <= (most_columns or 10**9)
+    for i, (ids, kept) in enumerate(zip(batch.input_ids, batch.attention_mask)):
+        own, row = packed.columns[i][kept], packed.rows[i]
+        assert torch.equal(packed.input_ids[row, own], ids[kept])
+        assert packed.positions[row, own].tolist() == list(range(len(own)))
+        for t, column in enumerate(own.tolist()):
+            assert packed.visible[row, column].nonzero()[:, 0].tolist() == own[: t + 1].tolist()
 
 
 def test_rows_without_tokens_stay_separate():

@@ -225,7 +225,7 @@ SCORES = {"half": [1.0, math.nan, -1.0, math.nan], "one": [math.nan] * 3 + [0.5]
 
 
 @pytest.mark.parametrize("scores", SCORES.values(), ids=SCORES)
-def test_metrics_are_means_over_what_was_scored_and_over_what_was_sampled(cafe_data, scores):
+def test_metrics_are_means_over_what_was_scored_and_over_what_was_sampled(cafe_data, scores, monkeypatch):
     """A response without a score is no score of 0 and no KL of 0."""
     rollout = rollout_of(PROMPTS, RESPONSES, truncated=[True, False, False, True])
     rollout.ref_logprobs = rollout.logprobs - torch.tensor([9.0, 8.0, 10.0, 9.0])[:, None] / rollout.lengths()[:, None]
@@ -233,7 +233,8 @@ def test_metrics_are_means_over_what_was_scored_and_over_what_was_sampled(cafe_d
     given = torch.tensor(scores)
     rewards = token_rewards(rollout.masked(~given.isnan()), given, 0.1)
     assert torch.isfinite(rewards).all() and (rewards[given.isnan()] == 0).all()
-    found = rollout_metrics(RunOfOneStep(ppo_args(cafe_data)), rollout, given, rewards)
+    run = RunOfOneStep(ppo_args(cafe_data))
+    found = rollout_metrics(run, rollout, given, rewards)
     valid = [i for i, value in enumerate(scores) if not math.isnan(value)]
     assert found["objective/kl"] == pytest.approx(9.0, rel=1e-5)
     assert found["objective/valid_ratio"] == len(valid) / 4
@@ -248,6 +249,11 @@ def test_metrics_are_means_over_what_was_scored_and_over_what_was_sampled(cafe_d
     kl = [9.0, 8.0, 10.0, 9.0]
     expected = sum(scores[i] - 0.1 * kl[i] for i in valid) / len(valid)
     assert found["objective/reward"] == pytest.approx(expected, rel=1e-5)
+    other = [torch.tensor([8.0, 4, 4, 0, 4, 4]), torch.tensor([4.0, 4, 4])]  # sums of four responses scored 1, KL 2
+    monkeypatch.setattr(run.ranks, "sum", lambda tensor: tensor + other.pop(0))
+    both = rollout_metrics(run, rollout, given, rewards)
+    assert both["objective/kl"] == pytest.approx((9.0 * 4 + 8) / 8, rel=1e-5)
+    assert both["objective/score"] == pytest.approx((sum(scores[i] for i in valid) + 4) / (len(valid) + 4))
 
 
 def test_values_are_those_of_the_state_each_action_was_taken_in(base_model, tokenizer):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from types import SimpleNamespace
@@ -220,8 +221,12 @@ def test_what_a_comparing_model_could_not_read_has_no_score(tokenizer):
     assert compared(tokenizer, long, room - 1) == [None] * 3
 
 
-def test_a_comparison_read_in_one_order_only_does_not_count():
-    assert read_together({(0, 1)}, [3, 3]) == []
-    assert read_together({(0, 1), (1, 0), (0, 2), (2, 1), (1, 2)}, [3, 3, 9]) == [0, 1]
-    assert read_together({(a, b) for a in range(3) for b in range(3)}, [1, 1, 1]) == [0, 1, 2]
+def test_responses_whose_comparisons_were_not_read_in_both_orders_never_count():
+    """Every set of missing comparisons among three responses: those left were all compared, in both orders."""
+    orders = [(a, b) for a in range(3) for b in range(3) if a != b]
+    for gone in itertools.chain.from_iterable(itertools.combinations(orders, n) for n in range(7)):
+        there = set(orders) - set(gone)
+        kept = read_together(there, [3, 2, 1])
+        assert all((a, b) in there for a in kept for b in kept if a != b), gone
+        assert (len(kept) >= 2) == any((a, b) in there and (b, a) in there for a, b in orders), gone
     assert read_together(set(), []) == []
