@@ -174,7 +174,7 @@ REFUEL = Paper(
     " turn 5 against 55.4% of Llama-3.1-70B-it, over five turns 56.64% against 61.24% (table of its repository; the"
     " user is Llama-3.1-70B-it, the judge GPT-4). No figures of its baselines were at hand.",
     commands=("python -m examples.experiments.refuel",),
-    page="algorithms/refuel.md#results",
+    page="results.md#refuel",
     claims=(
         *refuel_claims("two_slots", "two slots, gold score after five turns"),
         *refuel_claims("cafe", "café as a conversation, gold score after three turns"),
@@ -187,7 +187,7 @@ ONLINE = Paper(
     reports="length-controlled AlpacaEval 2 of Llama-3-8B: SFT 10.2, offline DPO 22.5, iterative DPO 31.3 (corrected"
     " from 37.2; the offline pairs were other data).",
     commands=("python -m examples.experiments.hidden_map", "python -m examples.experiments.online_cafe"),
-    page="algorithms/online_dpo.md#results",
+    page="results.md#online-dpo",
     claims=(
         Claim(
             says="online is better than offline",
@@ -240,7 +240,7 @@ REFLECT_RL = Paper(
     commands=tuple(
         f"python -m examples.experiments.reflect_rl --task {task}" for task in ("taxi", "explore", "household")
     ),
-    page="algorithms/reflect_rl.md#the-experiment",
+    page="results.md#reflect-rl",
     claims=(
         reflect_claim("taxi", AFTER_SFT, RL, "SFT", 50),
         reflect_claim("taxi", REFLECTOR, POSITIVE, RL, 50),

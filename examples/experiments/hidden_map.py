@@ -13,7 +13,7 @@ ten minutes: ten seeds, 1 to 10; `--seeds 11 12` adds two to those that are ther
 
 The settings were fixed before the first five seeds were run (on seed 100, until the SFT policy started near the 0.109
 of an earlier prototype and any learning was visible). Warm-up within iterations was added after that first run, in
-which KL jumped with each fresh Adam; howto/algorithms/online_dpo.md reports both runs. Prints a table and the claims
+which KL jumped with each fresh Adam; results/earlier.json has both runs. Prints a table and the claims
 that held, and draws a figure. Results are stored as they come: the same command resumes after a kill.
 
     python -m examples.experiments.hidden_map

@@ -5,7 +5,7 @@ once. PPO scores one response per prompt, online DPO eight; its beta was tuned o
 The gold judge, which no training stage uses, decides: the mean gold win rate over the SFT policy, against a goal set
 beforehand for each method, and the paired differences between methods, three comparisons, not adjusted. A method takes
 less than ten minutes: ten seeds, 1 to 10. Prints a table and the claims that held; earlier trials are in
-howto/algorithms/online_dpo.md. Finished stages are kept: the same command resumes after a kill, and `--seeds 11 12`
+howto/results.md. Finished stages are kept: the same command resumes after a kill, and `--seeds 11 12`
 adds two to those that are there.
 
     python -m examples.experiments.online_cafe

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -10,7 +11,7 @@ from itertools import combinations
 from examples.experiments.cafe_methods import METHODS
 from examples.experiments.claim_list import COMPARED, LIMIT, MATCHED, SWITCHES, TOKEN, column, rollouts
 from examples.experiments.readings import Curve, Read, at_equal_kl, at_equal_samples_and_time, compare, each
-from examples.experiments.records import Row, best_rate, common_seeds, kept_rows
+from examples.experiments.records import KEPT, Row, best_rate, common_seeds, kept_rows
 from examples.experiments.stats import interval, log_rank, paired, restricted, shown, shown_gap
 
 LETTERS = {  # arm: what the page calls it
@@ -403,6 +404,13 @@ def reflect(task: str) -> str:
     return markdown(("arm", "n", "RL", "sampled", "greedy", *names, "s"), table)
 
 
+def earlier(name: str) -> str:
+    """A table of earlier runs, of which no rows were kept."""
+    stored = EARLIER[name]
+    return f"{stored['measured']}\n\n{markdown(stored['columns'], stored['rows'])}"
+
+
+EARLIER = json.loads((KEPT / "earlier.json").read_text(encoding="utf-8"))
 TABLES: dict[str, Callable[[], str]] = {
     "letters, rollouts": letters_until,
     "letters, position": lambda: macro_scores("position"),
@@ -425,4 +433,5 @@ TABLES: dict[str, Callable[[], str]] = {
     "without a critic, seeds": critic_free_seeds,
     "switches": grpo_switches,
     **{f"switches, {title}": partial(grpo_switch, title) for title in SWITCHES},
+    **{name: partial(earlier, name) for name in EARLIER},
 }

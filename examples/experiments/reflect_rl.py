@@ -29,7 +29,7 @@ before it (household: RL above SFT on the planner's commands); three comparisons
 
 Settings were tuned on seed 100, which is none of them. Taxi, with the arm Reflect-RL: 6 epochs of fine-tuning left
 it at .12 of held-out starts after 50 iterations and .94 after 75; with 8 epochs an earlier trial reached .92 of its
-training starts after 25. Household: eight trials, listed in howto/algorithms/reflect_rl.md; one of them used seed 1.
+training starts after 25. Household: eight trials, in results/earlier.json; one of them used seed 1.
 Those of `explore` are the household's, untested before.
 
 Prints a table and the claims that held, draws curves. Finished arms are kept: the same command resumes after a kill,
