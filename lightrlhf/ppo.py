@@ -54,9 +54,6 @@ from lightrlhf.training.start import begin, check_prompts
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-PARSING_CUTOFF = 5  # tokens of the largest constituent that is one macro action
-REPEATED_LENGTHS = 3 * len(macro_actions.RANDOM_LENGTHS)  # drawn lengths of macro actions in a response
-
 
 @dataclass(frozen=True, kw_only=True)
 class PPOArgs(
@@ -121,10 +118,12 @@ class PPOArgs(
     """Where macro actions end: every `ngram` tokens, at random lengths, with a constituent, or as perplexity rises."""
     ngram: int = at_least(0, 1)
     """Tokens per macro action for `fixed`: 1 is token PPO, 0 takes the whole response as one."""
+    repeat_times: int = at_least(1, 3, needs={"termination_condition": "randomized"}, show="rarely")
+    """For `randomized`: macro actions of each length (2, 3, 5, 10) in a response, in random order."""
+    parsing_cutoff: int = at_least(1, 5, needs={"termination_condition": "parsing"}, show="rarely")
+    """For `parsing`: most tokens of a constituent that is one macro action; a larger one is divided."""
     parser: str = flag("textblob", show="rarely")
-    """For `parsing`: textblob, benepar, stanza, python (for programs), or a function `package.module:name`."""
-    parser_model: str | None = flag(None, show="rarely")
-    """Local folder of the model that benepar or stanza reads."""
+    """For `parsing`: textblob, benepar:FOLDER, stanza:FOLDER, python (for programs), or `package.module:name`."""
     value_function: Literal["equal", "unit", "position", "position_first", "first"] = flag("equal", show="rarely")
     """A macro action's value: mean of its tokens' values (weighted to the last or first), the last or first one."""
     normalize_rewards: bool = flag(True, show="rarely")
@@ -144,7 +143,7 @@ class PPOArgs(
                 f"--mini_batch_size {self.mini_batch_size} must not exceed --rollout_size {self.rollout_size}"
             )
         if self.termination_condition == "parsing":
-            check_parser(self.parser, self.parser_model)
+            check_parser(self.parser)
 
 
 @dataclass(kw_only=True)
@@ -185,7 +184,7 @@ def train(
     run, start = begin(args, PPOArgs, "ppo", load, load_actor, check_prompts, objects, on_step)
     reference = run.freeze(start.policy.reference())
     rewards = make_rewards(args, run, reward, backbone=start.policy, keeps_infinite=args.clip_rewards)
-    parser = make_parser(args.parser, args.parser_model) if args.termination_condition == "parsing" else None
+    parser = make_parser(args.parser) if args.termination_condition == "parsing" else None
     critic = load_critic(args, start.tokenizer, start.policy, is_given=policy is not None)
     num_steps = run.order.num_steps(start.rows, args.rollout_size)
     num_updates = num_steps * args.ppo_epochs * math.ceil(args.rollout_size / args.mini_batch_size)
@@ -206,7 +205,8 @@ def train(
             scored = rollout.masked(~scores.total.isnan())
             values = predict_values(value_model, scored, args.rollout_mini_batch_size)  # (B, T-1)
             by_token = kl.token_rewards(scored, scores.total, kl_coeff.value, args.kl_estimator)  # (B, T-1)
-            lengths = run.ranks.noise(num_rows, REPEATED_LENGTHS, step, -1)  # of macro actions, where they are random
+            num_lengths = args.repeat_times * len(macro_actions.RANDOM_LENGTHS)  # of macro actions, where random
+            lengths = run.ranks.noise(num_rows, num_lengths, step, -1)  # (B, num_lengths), in this order
             segments, parse_failures = segment_responses(args, scored, lengths, parser)  # (B, T-1)
             gap = rollout.sampling_gap, rollout.action_mask, args.sampling_correction, args.sampling_bound
             correction = sampling_gap.importance_weights(*gap)  # (B, T-1); None where this process samples
@@ -264,10 +264,10 @@ def predict_values(critic: nn.Module, rollout: Rollout, batch_size: int) -> Tens
 def segment_responses(args: PPOArgs, rollout: Rollout, lengths: Tensor, parser: Parser | None) -> tuple[Tensor, int]:
     """Macro actions of each response, (B, T-1) as in `maths/macro_actions.py`, and how many could not be parsed.
 
-    lengths: (B, REPEATED_LENGTHS) uniform numbers, for random lengths.
+    lengths: uniform numbers, for random lengths; see `macro_actions.randomized`.
     """
     if parser is not None:
-        return parsed_segments(rollout, parser, PARSING_CUTOFF, args.ngram)
+        return parsed_segments(rollout, parser, args.parsing_cutoff, args.ngram)
     if args.termination_condition == "ppl":
         return macro_actions.perplexity(rollout.action_mask, rollout.ref_logprobs), 0
     if args.termination_condition == "randomized":

@@ -20,7 +20,7 @@ GROUPS = "--rollout_size, prompts of a rollout, --mini_batch_size, rows of an up
 ANSWERS: dict[str, tuple[str, ...]] = {
     # the usual trainers
     "lr": ("--learning_rate", "--actor_learning_rate and --critic_learning_rate"),
-    "batch_size": ("--mini_batch_size",),
+    "batch_size": ("--mini_batch_size", "--rollout_mini_batch_size"),
     "train_batch_size": ("--mini_batch_size",),
     "per_device_train_batch_size": ("--micro_batch_size",),
     "per_device_eval_batch_size": ("--rollout_mini_batch_size",),
@@ -70,10 +70,13 @@ ANSWERS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("num_beams", "num_return_sequences"), ("beams are not samples of the policy",)),
     "ignore_index": ("it is always -100",),
     # MA-RLHF
-    "repeat_times": ("each drawn length comes three times in a row",),
-    **dict.fromkeys(("parsing_cutoff", "parser_cutoff"), ("a constituent of more than 5 tokens is divided",)),
+    "parser_cutoff": ("--parsing_cutoff, one less: a constituent of so many tokens is one macro action here",),
     **dict.fromkeys(("model_name_a", "model_name_b"), ("--responses_file A B",)),
-    "output": ("--output_file",),
+    **dict.fromkeys(("output", "proj_path"), ("--output_file",)),
+    "dataset": ("--task", "--data_dir"),
+    "gpu": ("the environment variable CUDA_VISIBLE_DEVICES chooses the GPU",),
+    "data_path": ("--responses_file", "--data_dir"),
+    "save_path": ("--sample, whose rows are written next to each file", "--output_file"),
     "sk": ("the key is read from the environment",),
     # RLHFlow's online RLHF
     "ports": ("--base_url, whose addresses have the ports",),
@@ -104,7 +107,7 @@ ANSWERS: dict[str, tuple[str, ...]] = {
     "noptepochs": ("--ppo_epochs", "use lightrlhf.online_refuel, with --ppo_epochs"),
     "offload": ("all models stay on the device",),
     "track": ("--logger wandb",),
-    "wandb_project_name": ("--logger wandb, whose project is --experiment_name",),
+    "wandb_project_name": ("--logger wandb and --wandb_project",),
     "run_eval": ("--eval_interval and --eval_dialogues", "--eval_interval"),
     # Reflect-RL
     **dict.fromkeys(("depth_curriculum", "merge_first_two", "merge_after_first_k", "first_step"), (STAGES,)),
@@ -113,6 +116,8 @@ ANSWERS: dict[str, tuple[str, ...]] = {
     "ppo_clip_coef": ("--clip_coeff",),
     "ppo_update_iter": ("--ppo_epochs",),
     "entropy_coef": ("--entropy_coeff",),
+    "runs": ("--num_samples",),
+    "scenario": ("--env",),
     "load_dir": ("--sft_experiment_dir", "--experiment_dir"),
     "reflect_load_dir": ("--reflect_experiment_dir",),
     "use_8bit": ("--load_in_8bit",),
@@ -136,7 +141,8 @@ def not_one_of(name: str, value: object, choices: str) -> str:
 
 def answer(name: str, flags: set[str]) -> str:
     """The answer to another library's name for a flag in a program with these flags; "" if there is none."""
-    fits = (text for text in ANSWERS.get(name, ()) if "lightrlhf." in text or flags.issuperset(flags_in(text)))
+    answers = ANSWERS.get(name.replace("-", "_"), ())
+    fits = (text for text in answers if "lightrlhf." in text or flags.issuperset(flags_in(text)))
     return next(fits, "")
 
 

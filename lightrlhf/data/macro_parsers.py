@@ -159,32 +159,37 @@ def _fill_ends(ends: list[int | None], length: int) -> list[int]:
 
 
 # ----------------------------------------------------------------------------------------------------------- parsers
-def check_parser(name: str, model: str | None) -> None:
+def parser_model(name: str) -> str | None:
+    """The folder of a parser's model, of `benepar:FOLDER` and `stanza:FOLDER`; None for other parsers."""
+    kind, _, folder = name.partition(":")
+    return folder if kind in NEED_MODEL else None
+
+
+def check_parser(name: str) -> None:
     """Check that a parser exists, with its package and model. Raises: ValueError."""
-    if ":" not in name and name not in (*PACKAGES, "python"):
+    kind, colon, _ = name.partition(":")
+    if kind in PACKAGES:
+        check_package(f"--parser {name}", kind)
+    elif not colon and kind != "python":
         known = ", ".join((*PACKAGES, "python"))
         raise ValueError(f"--parser {name} is neither one of {known} nor of the form package.module:function")
-    if name in PACKAGES:
-        check_package(f"--parser {name}", name)
-    if name in NEED_MODEL and model is None:
-        raise ValueError(f"--parser {name} requires --parser_model, the local folder of a downloaded model")
-    if name not in NEED_MODEL and model is not None:
-        raise ValueError(f"--parser_model {model} is not used by --parser {name}; remove it")
+    if parser_model(name) == "":
+        raise ValueError(f"--parser {name} has no model; give the local folder of a downloaded one: {kind}:FOLDER")
 
 
-def make_parser(name: str, model: str | None) -> Parser:
+def make_parser(name: str) -> Parser:
     """The parser of a name that passed `check_parser`. Raises: UsageError when an import path cannot be imported."""
     if name == "python":
         return python_spans
-    if ":" in name:
-        module, _, function = name.partition(":")
-        try:
-            return getattr(importlib.import_module(module), function)
-        except (ImportError, AttributeError, ValueError) as problem:
-            raise UsageError(f"--parser {name} cannot be imported as package.module:function: {problem}") from None
     if name == "textblob":
         return constituents(textblob_trees())
-    return constituents({"benepar": benepar_trees, "stanza": stanza_trees}[name](model))
+    if folder := parser_model(name):
+        return constituents({"benepar": benepar_trees, "stanza": stanza_trees}[name.partition(":")[0]](folder))
+    module, _, function = name.partition(":")
+    try:
+        return getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError, ValueError) as problem:
+        raise UsageError(f"--parser {name} cannot be imported as package.module:function: {problem}") from None
 
 
 def constituents(tree_of: Callable[[list[str]], Any]) -> Parser:
@@ -228,7 +233,7 @@ def textblob_trees() -> Callable[[list[str]], Any]:
     return tree_of
 
 
-def benepar_trees(model: str | None) -> Callable[[list[str]], Any]:
+def benepar_trees(model: str) -> Callable[[list[str]], Any]:
     """The Berkeley neural parser (Kitaev et al. 2019), from a local model folder."""
     import benepar
 
@@ -236,7 +241,7 @@ def benepar_trees(model: str | None) -> Callable[[list[str]], Any]:
     return lambda words: parser.parse(benepar.InputSentence(words=words))
 
 
-def stanza_trees(model: str | None) -> Callable[[list[str]], Any]:
+def stanza_trees(model: str) -> Callable[[list[str]], Any]:
     """Stanza's constituency parser (Bauer et al. 2023), from a local resources folder with an `en` model."""
     import stanza
 

@@ -43,8 +43,6 @@ from lightrlhf.storage.seals import check_sealed
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-REPEAT_TIMES, PARSING_CUTOFF = 3, 5  # for experiments whose args.json has no such flag
-
 
 @dataclass
 class LoadedModel:
@@ -262,12 +260,11 @@ def macro_segments(experiment: str, measures: Measures, ngram: int | None = None
     elif condition == "ppl":
         segments = macro_actions.perplexity(rollout.action_mask, rollout.ref_logprobs)
     elif condition == "randomized":
-        width = (stored_arg(experiment, "repeat_times") or REPEAT_TIMES) * len(macro_actions.RANDOM_LENGTHS)
+        width = stored_arg(experiment, "repeat_times") * len(macro_actions.RANDOM_LENGTHS)
         segments = macro_actions.randomized(rollout.action_mask, torch.rand(1, width))
     else:
-        parser = make_parser(stored_arg(experiment, "parser"), stored_arg(experiment, "parser_model"))
-        cutoff = stored_arg(experiment, "parsing_cutoff") or PARSING_CUTOFF
-        segments, _ = parsed_segments(rollout, parser, cutoff, fallback=1)
+        parser = make_parser(stored_arg(experiment, "parser"))
+        segments, _ = parsed_segments(rollout, parser, stored_arg(experiment, "parsing_cutoff"), fallback=1)
     return segments[rollout.action_mask].tolist()
 
 

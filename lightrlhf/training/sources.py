@@ -24,12 +24,13 @@ from typing import Any
 from lightrlhf.cli.groups import DataArgs, DataSetsArgs, TrainArgs
 from lightrlhf.cli.hub import is_gguf
 from lightrlhf.cli.parser import to_dict
+from lightrlhf.data.macro_parsers import parser_model
 from lightrlhf.models.names import base_name, model_folder, starting_model
 from lightrlhf.storage.checkpoint import sha256
 from lightrlhf.storage.gguf_files import gguf_file
 
-MODELS = ("rm_experiment_dir", "ref_model", "parser_model", "reflect_experiment_dir", "user_model", "responder")
-FUNCTIONS = ("reward_function", "user_function", "loss_type", "env")
+MODELS = ("rm_experiment_dir", "ref_model", "reflect_experiment_dir", "user_model", "responder")
+FUNCTIONS = ("reward_function", "user_function", "loss_type", "advantage", "env")
 READ = (".safetensors", ".bin", ".index.json", ".jinja", ".model", ".py")  # suffixes of files that loading may read
 READ_BY_NAME = {"merges.txt", "vocab.txt", "vocab.json", "added_tokens.json", "special_tokens_map.json"}
 READ_BY_NAME |= {"tokenizer.json", "tokenizer_config.json", "chat_template.json", "reward_statistics.json"}
@@ -52,6 +53,7 @@ def sources_of(args: TrainArgs, given: Mapping[str, str], start: str | None = No
     found: dict[str, Source] = {}
     (name, flag), flags = starting_model(args), to_dict(args)
     models = {flag: name} | {f"--{one}": flags.get(one) for one in MODELS}
+    models["--parser"] = parser_model(flags.get("parser") or "")
     for flag_of, value in models.items():
         if value and (flag_of, value) not in (("--responder", "last"), ("--responder", "initial")):
             of = start if start and flag_of == flag else value

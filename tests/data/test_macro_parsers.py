@@ -135,7 +135,7 @@ def test_textblob_finds_phrases_without_a_download(monkeypatch):
 
     monkeypatch.setattr(socket, "socket", None)
     text = "The old man (Bob) will buy a new car in the city. He left!"
-    spans = check_spans(make_parser("textblob", None)(text), text)
+    spans = check_spans(make_parser("textblob")(text), text)
     found = list(texts_of(spans, text))
     assert {"The old man", "will buy a new car in the city", "in the city", "He left"} <= set(found)
     assert [text[s.start : s.end] for s in spans] == ["The old man (Bob) will buy a new car in the city.", "He left!"]
@@ -169,7 +169,7 @@ def test_the_trees_of_trained_parsers_are_aligned_with_the_words(monkeypatch):
         InputSentence=lambda words: words,
     )
     monkeypatch.setitem(sys.modules, "benepar", fake)
-    spans = make_parser("benepar", "folder")("the cat sat. it left")
+    spans = make_parser("benepar:folder")("the cat sat. it left")
     assert seen == [["the", "cat", "sat", "."], ["it", "left"]]
     assert spans[0] == Span(0, 12, (Span(0, 7, (Span(0, 3), Span(4, 7))), Span(8, 11), Span(11, 12)))
 
@@ -180,9 +180,9 @@ def test_the_trees_of_trained_parsers_are_aligned_with_the_words(monkeypatch):
     tree = Node(Node(Node(Node()), Node(Node())))  # ROOT -> S -> two preterminals, each over a word
     sentence = types.SimpleNamespace(sentences=[types.SimpleNamespace(constituency=tree)])
     monkeypatch.setitem(sys.modules, "stanza", types.SimpleNamespace(Pipeline=lambda *_, **__: lambda words: sentence))
-    assert make_parser("stanza", "folder")("it left") == [Span(0, 7, (Span(0, 2), Span(3, 7)))]
+    assert make_parser("stanza:folder")("it left") == [Span(0, 7, (Span(0, 2), Span(3, 7)))]
     with error_naming(ParseError, "leaves"):
-        make_parser("stanza", "folder")("it left early")
+        make_parser("stanza:folder")("it left early")
 
 
 def test_a_response_that_cannot_be_parsed_is_counted_and_segmented_by_the_fallback(tokenizer):

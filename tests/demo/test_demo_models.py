@@ -252,9 +252,7 @@ def test_macro_actions_as_trained_and_of_any_length(sft_dir, lora_dir, tmp_path)
     for stored in (
         {"termination_condition": "ppl"},
         {"termination_condition": "randomized", "repeat_times": 3},
-        {"termination_condition": "randomized"},
-        {"termination_condition": "parsing", "parser": "python", "parser_model": None, "parsing_cutoff": 5},
-        {"termination_condition": "parsing", "parser": "python"},
+        {"termination_condition": "parsing", "parser": "python", "parsing_cutoff": 5},
     ):
         found = segments(**stored)
         assert len(found) == len(answer.ids) and found[0] == 0

@@ -15,9 +15,11 @@ from helpers.rollouts import rollout_of, scores_of
 from lightrlhf import ppo
 from lightrlhf.cli.groups import ModelArgs
 from lightrlhf.data.batch import response_batch
+from lightrlhf.data.macro_parsers import Span
 from lightrlhf.generation.rollout import score_logprobs
 from lightrlhf.generation.rollout_metrics import rollout_metrics
 from lightrlhf.generation.rollout_sampler import RolloutSampler
+from lightrlhf.maths import macro_actions
 from lightrlhf.maths.macro_actions import fixed
 from lightrlhf.maths.ops import gae, policy_loss, whiten
 from lightrlhf.models import packing, roles
@@ -31,6 +33,7 @@ from lightrlhf.ppo import (
     main,
     minibatches,
     predict_values,
+    segment_responses,
     update_minibatch,
     value_loss,
 )
@@ -512,6 +515,30 @@ def test_macro_actions_of_one_token_are_token_ppo_bitwise(cafe_data):
     found = estimate_advantages(ppo_args(cafe_data, ngram=1), rollout, batch.returns, batch.values, fixed(mask, 1))
     assert torch.equal(found.advantages, whiten(advantages, mask))
     assert torch.equal(found.returns, returns)
+
+
+def test_a_constituent_of_at_most_the_cutoff_is_one_macro_action(cafe_data, tokenizer):
+    text = "two muffins, please"
+    ids = tokenizer(text)["input_ids"]
+    rollout = dataclasses.replace(rollout_of([[5]], [ids]), tokenizer=tokenizer)
+    halves = (Span(0, 11), Span(11, len(text)))
+    for cutoff, count in ((len(ids), 1), (len(ids) - 1, 2)):
+        args = ppo_args(cafe_data, termination_condition="parsing", parser="python", parsing_cutoff=cutoff)
+        segments, failures = segment_responses(
+            args, rollout, torch.zeros(1, 0), lambda text: [Span(0, len(text), halves)]
+        )
+        assert (int(segments.max()) + 1, failures) == (count, 0)
+
+
+@pytest.mark.parametrize("more, number", [([], 12), (["--repeat_times=1"], 4)])
+def test_each_length_comes_as_often_as_its_flag_says(more, number, cafe_data, tmp_path, monkeypatch):
+    drawn, randomized = [], macro_actions.randomized
+    monkeypatch.setattr(macro_actions, "randomized", lambda *given: drawn.append(given[1]) or randomized(*given))
+    where = ["--data_dir", str(cafe_data), "--log_dir", str(tmp_path), "--model_name=tiny", *CPU]
+    sizes = ["--rollout_size=4", "--mini_batch_size=4", "--micro_batch_size=2", "--max_new_tokens=12", "--max_steps=1"]
+    reward = "--reward_function=helpers.rewards:length"
+    main([*where, *sizes, *more, "--termination_condition=randomized", reward, "--eval_interval=0"])
+    assert [noise.shape for noise in drawn] == [(4, number)]
 
 
 @pytest.mark.parametrize(
