@@ -43,7 +43,7 @@ TESTS = {  # a file: the tests that concern it, the quick ones first
     "lightrlhf/maths/policy_losses.py": "maths/test_policy_losses.py",
     "lightrlhf/maths/macro_actions.py": "maths/test_macro_actions.py",
     "lightrlhf/maths/preference.py": "maths/test_preference_losses.py programs/test_dpo.py",
-    "lightrlhf/maths/unpaired.py": "programs/test_kto.py",
+    "lightrlhf/maths/unpaired.py": "maths/test_preference_losses.py programs/test_kto.py",
     "lightrlhf/data/batch.py": "data/test_batch.py models/test_roles.py programs/test_refuel.py",
     "lightrlhf/data/rows.py": "data/test_rows.py data/test_batch.py programs/test_bad_input.py",
     "lightrlhf/generation/engine.py": "generation/test_engine.py generation/test_prefix_cache.py",
@@ -212,6 +212,8 @@ def survives(mutant: Mutant | ProgramMutant, tree: Path) -> str:
     if status == 0:
         return ""
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    if os.waitstatus_to_exitcode(status) in (3, 4, 5):
+        raise RuntimeError(f"pytest ran no test of {mutant.tests}: {lines[-3:]}")
     return next((line[:110] for line in lines if line.startswith(("FAILED", "ERROR"))), f"status {status}")
 
 
@@ -297,7 +299,11 @@ def _run_tests(tree: Path, tests: str, log: Path) -> None:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     os.chdir(tree)
-    sys.path[:] = [str(tree), str(tree / "tests"), *(p for p in sys.path if not p.startswith(str(ROOT)))]
+    sys.path[:] = [
+        str(tree),
+        str(tree / "tests"),
+        *(p for p in sys.path if p not in ("", str(ROOT), str(ROOT / "tests"))),
+    ]
     os.environ["PYTHONPATH"] = os.pathsep.join([str(tree), str(tree / "tests")])
     os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
     sys.dont_write_bytecode = True
