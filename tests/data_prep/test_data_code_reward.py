@@ -183,11 +183,13 @@ def scores(tmp_path_factory) -> dict[str, float]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_program_gains_nothing(scores, name):
     assert scores[name] in (-1.0, -0.6, -0.3)  # neither a passed test nor a masked sample
 
 
+@pytest.mark.slow
 def test_hostile_programs_leave_no_process(scores):
     children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
     programs = [pid for pid in children if b"sandbox_child" in Path(f"/proc/{pid}/cmdline").read_bytes()]

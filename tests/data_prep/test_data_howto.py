@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from helpers.data import gpt2_like
 
@@ -19,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "howto" / "add_a_dataset.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_add_a_dataset(tmp_path):
     files = re.findall(r"<!-- file: (\S+) -->\n```\w+\n(.*?)```", PAGE, re.DOTALL)
     for name, content in [*files, *re.findall(r"^cat > (\S+) <<'END'\n(.*?)^END\n", PAGE, re.DOTALL | re.MULTILINE)]:

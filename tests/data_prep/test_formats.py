@@ -526,6 +526,7 @@ def test_a_row_says_the_format_it_had():
     assert to_row({"question": "a"}, {"prompt": "question"})["read_as"] == "prompts (question)"
 
 
+@pytest.mark.slow
 def test_every_file_is_prepared_or_refused_in_one_line(tmp_path, capsys):
     """From file to splits: what is read is trained or counted, what is refused says so."""
     chatml_like().save_pretrained(tmp_path / "tokenizer")

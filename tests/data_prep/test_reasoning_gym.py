@@ -89,6 +89,7 @@ def test_options_bound_the_items_and_repeated_questions_are_counted(small, capsy
     assert [row["reason"] for row in dropped] == ["same_question"] and dropped[0]["rows"] > 100
 
 
+@pytest.mark.slow
 def test_no_held_out_question_is_in_train_for_any_seed_size_and_stage(small, tmp_path, tokenizer):
     _, files = small
     config = tmp_path / "sizes.json"
@@ -109,6 +110,7 @@ def test_neighbouring_seeds_share_no_items():
     assert {item.question for item in ours.kept}.isdisjoint(item.question for item in theirs.kept)
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_files_whatever_the_hash_seed(tmp_path, tokenizer, monkeypatch):
     words = ("--tasks", "isomorphic_strings", "polynomial_multiplication", "gcd", "--num_samples=4", "--num_held_out=1")
     hashes = []
@@ -120,6 +122,7 @@ def test_the_same_seed_gives_the_same_files_whatever_the_hash_seed(tmp_path, tok
     assert hashes[0] == hashes[1]
 
 
+@pytest.mark.slow
 def test_answers_alone_have_one_line_and_the_instruction_may_be_empty(tmp_path, tokenizer, capsys):
     words = ("--answer_format=alone", "--num_samples=2", "--num_held_out=1")
     files = prepared(tmp_path / "alone", tokenizer, "--tasks", "gcd", "--instruction=", *words)

@@ -569,6 +569,7 @@ def tags_in(kind: Kind, payload: str) -> str:
     return "|".join(tags) if any(tag in payload for tag in tags) else ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
 def test_no_text_becomes_a_control_token(name, tmp_path):
     """Marked text in any place gives the control tokens of a harmless word, the same mask, and itself as text."""
@@ -632,6 +633,7 @@ def test_halves_of_a_marker_do_not_join_over_a_border(name, tmp_path):
             assert [i for i in broken if i in marks] == [i for i in harmless if i in marks], row
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
 def test_no_text_becomes_a_control_token_in_serving(name):
     """The same for `encode_prompt` and `encode_response`, as the demo, PPO and servers call them."""

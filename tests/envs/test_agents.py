@@ -201,6 +201,7 @@ def test_a_head_cut_to_labels_gives_the_whole_heads_logits(architecture):
     assert architecture in ARCHITECTURES
 
 
+@pytest.mark.slow
 def test_the_benchmark_of_steps_plays_both_sides(folders, capsys):
     from benchmarks import text_env_steps
 
