@@ -93,7 +93,9 @@ def frame_of(lines: Sequence[Drawn]) -> Frame:
     low, high = float(values.min()), float(values.max())
     margin = 0.04 * (high - low) or max(abs(high) * 0.1, 1e-9)
     left, right = float(places.min()), float(places.max())
-    return Frame(left, right if right > left else left + 1, low - margin, high + margin)
+    if left == right:  # a single point is in the middle
+        left, right = left - 1, right + 1
+    return Frame(left, right, low - margin, high + margin)
 
 
 def ticks(low: float, high: float, count: int) -> list[float]:
@@ -135,7 +137,8 @@ def path(kind: str, line: Drawn, number: int, frame: Frame) -> str:
     """The line itself; of a single point a dot."""
     line = shown(line)
     places = frame.x(line.places)
-    if len(places) == 1:  # a stroke with a round cap
+    if len(places) == 1:  # a wide stroke with a round cap
+        kind += " dot"
         places = np.repeat(places, 2)
         line = line._replace(values=np.repeat(line.values, 2))
     return f'<polyline class="{kind} {style(number)}" points="{coordinates(places, frame.y(line.values))}"/>'

@@ -36,6 +36,10 @@ if TYPE_CHECKING:
 LONGEST_ADDRESS = 4000  # characters
 READ_SECONDS = 0.2  # that a view waits for what has been added to a file
 QUIET = {"show_progress": "hidden", "api_visibility": "private"}
+NOTHING = (
+    "No run shown here has logged samples: --log_rollouts keeps some of each logged step, where a program samples, "
+    "and of each evaluation (--eval_interval)."
+)
 INPUTS = ("run", "step", "all", "against", "q", "sort", "order", "colour")  # but for `all` as in an address
 
 
@@ -45,15 +49,16 @@ def rollouts_tab(gr: Any, backend: DemoBackend, app: Any, tabs: Any, tab: Any) -
     rollouts = Rollouts(backend)
     rollouts.read_ahead()
     now = gr.State("")  # the query of the view
-    inputs, reload = view_inputs(gr, rollouts.labels())
+    with gr.Column(visible=bool(rollouts.labels())) as controls:
+        inputs, reload = view_inputs(gr, rollouts.labels())
     run, step, every, against, text, sort, order, colour = inputs
     script = (ASSETS / "rollouts.js").read_text(encoding="utf-8")
     shown = gr.HTML(note("The samples are being read."), js_on_load=script, apply_default_css=False)
-    parts = [*inputs, shown, now]
+    parts = [*inputs, shown, now, controls]
 
     def open_query(query: Mapping[str, str]) -> list[Any]:
         run, slider, *others = rollouts.open(query)
-        return [gr.update(**run), gr.update(**slider), *others]
+        return [gr.update(**run), gr.update(**slider), *others, gr.update(visible=bool(rollouts.labels()))]
 
     def reopen(query: str) -> list[Any]:
         return open_query(dict(parse_qsl(query)))
@@ -65,22 +70,22 @@ def rollouts_tab(gr: Any, backend: DemoBackend, app: Any, tabs: Any, tab: Any) -
         return [gr.update(selected="rollouts"), *open_query(query)]
 
     def entered(query: str) -> list[Any]:
-        return [gr.skip() for _ in parts] if query else open_query({})  # a link that names the tab selects it, too
+        is_open = view_at(query).run  # a link that names the tab selects it, too
+        return [gr.skip() for _ in parts] if is_open else open_query({})
 
     def another_run(label: str | None, query: str) -> list[Any]:
-        view = View.from_query(dict(parse_qsl(query)))
+        view = view_at(query)
         return open_query({"run": label or "", "sort": view.sort, "order": view.order})
 
     def follow(clicked: gr.EventData) -> list[Any]:
         return reopen(str(given(clicked).get("query", ""))[:LONGEST_ADDRESS])
 
     def look(query: str, *values: Any) -> list[Any]:
-        before, asked = View.from_query(dict(parse_qsl(query))), view_of(values)
-        asked = replace(asked, prompt=before.prompt)
+        asked = replace(view_of(values), prompt=view_at(query).prompt)
         return [rollouts.show(asked), asked.query()]
 
     def search(query: str, *values: Any) -> list[Any]:
-        if view_of(values).q == View.from_query(dict(parse_qsl(query))).q:  # a view that was opened fills the box, too
+        if view_of(values).q == view_at(query).q:  # a view that was opened fills the box, too
             return [gr.skip(), gr.skip()]
         return look(query, *values)
 
@@ -114,6 +119,11 @@ def view_inputs(gr: Any, labels: list[str]) -> tuple[list[Any], Any]:
         colour = gr.Dropdown(list(COLOURS), value="log-ratio", label="Colour of tokens")
         reload = gr.Button("Reload", scale=0)
     return [run, step, every, against, text, sort, order, colour], reload
+
+
+def view_at(query: str) -> View:
+    """The view of an address."""
+    return View.from_query(dict(parse_qsl(query)))
 
 
 def view_of(values: Sequence[Any]) -> View:
@@ -202,7 +212,7 @@ class Rollouts:
         samples = self.samples(view)
         if samples is None:
             named = f"{view.run} has logged no samples, or is not served here; choose a run"
-            return note(named if view.run else f"no run that is served here has a {FILE} or {SAMPLES}")
+            return note(named if view.run else NOTHING)
         return page(samples, view, self.run(view.run))
 
     def run(self, label: str) -> Run:

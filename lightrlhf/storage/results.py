@@ -170,6 +170,7 @@ def draw_curves(axis: Axes, curves: Mapping[str, Curve], colours: Mapping[str, s
         if (curve.seeds > 1).any():
             axis.fill_between(steps, values - band, values + band, color=colour, alpha=0.2, lw=0)
     axis.set_xlabel("step", fontsize=8)
+    axis.locator_params("x", integer=True)
     axis.tick_params(labelsize=8)
     axis.grid(alpha=0.25)
 

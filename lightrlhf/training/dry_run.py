@@ -15,6 +15,7 @@ import inspect
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -111,7 +112,7 @@ class DryRun:
         names = usual_metrics({name for name in self.metrics if not name.startswith("time/")})
         each = ", ".join(f"{spent:.2f} s" for spent in self._seconds)
         fields = {
-            "metrics": ", ".join(f"{name} {self.metrics[name]:.4g}" for name in names),
+            "metrics": ", ".join(f"{name} {self.metrics[name]:.4g}" for name in names if isfinite(self.metrics[name])),
             "before": self._time_before(),
             "steps": f"{each}" + (f", of the last {parts}" if parts else ""),
             "run": f"{self._planned:,} steps as long as the last take {in_words(self._planned * self._seconds[-1])}, "
@@ -138,6 +139,7 @@ def texts_of_sample(row: Row, tokenizer: PreTrainedTokenizerBase) -> list[str]:
     shift = len(row["prompt_ids"])
     spans = [(shift + start, shift + end) for start, end in spans_of(row["mask"])]
     rewards = "".join(f", {name} {reward}" for name, reward in row["rewards"].items())
+    rewards += "" if row["audit"] is None else f", audit {row['audit']}"
     sampled = f"{sum(row['mask']):,} of {shift + len(row['mask']):,} tokens were sampled, those between ⟦ and ⟧"
     sampled += ", and cut by their number" if row["truncated"] else ""
     score = "no score" if row["score"] is None else f"score {row['score']}"

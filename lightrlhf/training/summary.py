@@ -12,6 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
+from lightrlhf.cli.errors import list_names
 from lightrlhf.cli.groups import TrainArgs
 from lightrlhf.cli.groups.evaluation import best_metric
 from lightrlhf.models.names import starting_model
@@ -141,10 +142,21 @@ def mean_speed(rows: Rows) -> str:
     return ""
 
 
+def describe_audit(rows: Rows) -> str:
+    """How many responses the audit scored and how often it warned, in words; empty without an audit."""
+    audited = [row for row in rows if "audit/valid_ratio" in row]
+    if not audited:
+        return ""
+    scored = sum(row["audit/valid_ratio"] for row in audited) / len(audited)
+    warned = [f"{row['step']:,}" for row in audited if row.get("audit/warning")]
+    warning = f"warned at steps {list_names(warned)}" if warned else "no warning"
+    return f"scored {scored:.0%} of the responses; {warning}"
+
+
 def print_summary(
     title: str, directory: Path, rows: Rows, memory: float = 0.0, names: Iterable[str] | None = None
 ) -> None:
-    """Print the table of a run that has ended, its speed, the most memory of a rank (GiB) and the newest checkpoint.
+    """Print the table of a run that has ended, its audit, speed, most memory of a rank (GiB) and newest checkpoint.
 
     names: metrics of the table; the usual ones when not given, and no table without rows.
     """
@@ -152,5 +164,6 @@ def print_summary(
     if cells := metric_cells(rows, usual_metrics(logged) if names is None else names):
         print_table(title, ("metric", "first", "last", "best", "at step"), cells)
     newest = checkpoints(directory)[-1:]
-    fields = {"speed": mean_speed(rows), "memory": f"{memory:.2f} GiB at most" if memory else ""}
+    fields = {"audit": describe_audit(rows), "speed": mean_speed(rows)}
+    fields["memory"] = f"{memory:.2f} GiB at most" if memory else ""
     print(lines(fields | {"checkpoint": str(newest[0]) if newest else ""}), flush=True)

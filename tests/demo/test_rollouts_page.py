@@ -12,13 +12,14 @@ from urllib.parse import urlencode
 
 import pytest
 from helpers import ROOT, environment
-from helpers.demo_page import findings, free_port, wait_for
+from helpers.demo_page import findings, free_port, open_backend, wait_for
 from helpers.processes import PATIENCE
 from helpers.rollout_files import TOKENIZER, experiment, hacked_run, logged_row, write_rows
 
 pytest.importorskip("gradio", reason="needs pip install -e '.[demo]'")
 
 from lightrlhf.demo.rollouts_tab import Rollouts
+from lightrlhf.training.rollout_log import FILE
 
 HOSTILE = "${alert(1)} {{value}} <script>alert(1)</script>"
 SEEN = {  # what each program's page says besides its prompt
@@ -100,6 +101,30 @@ def test_every_program_has_its_turns_and_numbers_and_its_texts_are_only_text(pag
         visit(page, address, f"run={program}")
         for text in (HOSTILE, *texts):
             assert text in shown(page), (program, text)
+
+
+def test_runs_without_samples_show_one_sentence_until_they_have_some(browser, tmp_path):
+    from lightrlhf.demo.page import build, serve
+
+    run = experiment(tmp_path / "sft", "sft", TOKENIZER, [])
+    (run / FILE).unlink()
+    backend = open_backend(str(run), "--port", str(free_port()))
+    app = build(backend)
+    serve(app, backend.args)
+    opened = browser.new_page()
+    opened.set_default_timeout(PATIENCE * 1000)
+    try:
+        opened.goto(f"http://127.0.0.1:{backend.args.port}")
+        opened.get_by_role("tab", name="Rollouts").click()
+        opened.get_by_text("--log_rollouts").wait_for()
+        assert not opened.get_by_label("Sort by").locator("visible=true").count()
+        write_rows(run / FILE, rows_of("ppo"))
+        opened.get_by_role("tab", name="Runs").click()
+        opened.get_by_role("tab", name="Rollouts").click()
+        opened.get_by_label("Sort by").wait_for()
+    finally:
+        opened.close()
+        app.close()
 
 
 def test_a_planted_hack_is_found_by_two_clicks(page, address):

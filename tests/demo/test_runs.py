@@ -202,6 +202,12 @@ def test_charts_of_one_point_of_a_constant_and_of_many_lines(lines):
     assert 'class="curves"' not in chart("m", "step", [], 1)
 
 
+def test_a_single_point_is_a_dot_in_the_middle():
+    drawn = chart("m", "step", [line(1)], 1)
+    assert re.search(r'<polyline class="line dot [^"]*" points="500,500 500,500"/>', drawn)
+    assert " dot" not in chart("m", "step", [line(2)], 1)
+
+
 def test_names_at_the_ends_of_lines_do_not_cover_each_other():
     text = chart("m", "step", [line(label=str(n), values=np.arange(5.0)) for n in range(6)], 1)
     heights = sorted(float(height) for height in re.findall(r'class="end [^>]*top:([\d.-]+)%', text))

@@ -18,7 +18,7 @@ from lightrlhf.storage.results import USUAL_METRICS, usual_metrics
 from lightrlhf.training.memory import peak_memory
 from lightrlhf.training.metric_log import IN_PROGRESS_BAR
 from lightrlhf.training.run import Run
-from lightrlhf.training.summary import describe_device, describe_steps, mean_speed, metric_cells
+from lightrlhf.training.summary import describe_audit, describe_device, describe_steps, mean_speed, metric_cells
 
 FIELDS = ("model", "data", "device", "steps", "results")
 
@@ -102,6 +102,13 @@ def test_the_best_is_the_lowest_or_highest_where_the_name_says_which():
         ["val/score", "4", "4", "4", "3"],
     ]
     assert metric_cells([], []) == []
+
+
+def test_the_audit_that_was_asked_for_is_told_also_where_it_scored_nothing():
+    assert describe_audit([{"step": 1, "train/loss": 1.0}]) == ""
+    rows = [{"step": step, "audit/valid_ratio": 0.5, "audit/warning": float(step > 8)} for step in range(1, 11)]
+    assert all(fact in describe_audit(rows) for fact in ("50%", "9, 10"))
+    assert "0%" in describe_audit([{"step": 1, "audit/valid_ratio": 0.0, "audit/warning": 0.0}])
 
 
 def test_the_usual_metrics_are_one_list():
