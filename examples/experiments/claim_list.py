@@ -82,7 +82,7 @@ MACRO_ACTIONS = Paper(
     reports="the score of PPO over tokens is reached 1.7 to 2 times faster; gains of up to 30% in summarisation and"
     " code, 18% in dialogue, 8% in question answering; 2B to 27B parameters (abstract).",
     commands=("python -m examples.experiments.macro_actions", "python -m examples.experiments.unit_tests"),
-    page="algorithms/ppo.md#macro-actions-against-tokens",
+    page="results.md#ppo-and-macro-actions",
     claims=tuple(
         Claim(
             says=says,
