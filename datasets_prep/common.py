@@ -54,9 +54,9 @@ from lightrlhf.cli.parser import parse, to_dict
 from lightrlhf.data.chat import TEMPLATE_ERRORS, declare_ends
 from lightrlhf.data.splits import SPLITS
 from lightrlhf.data.tokens import adds_bos, check_end_token, encode_prompt
+from lightrlhf.gguf.files import from_gguf
 from lightrlhf.storage.checkpoint import save_pickled, sealed_files
 from lightrlhf.storage.destinations import check_destination
-from lightrlhf.storage.gguf_files import from_gguf
 from lightrlhf.storage.jsonl import Row
 from lightrlhf.storage.locks import lock_folder
 from lightrlhf.storage.seals import seal

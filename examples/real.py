@@ -15,8 +15,8 @@ from lightrlhf import generate
 from lightrlhf.cli.errors import one_line_errors
 from lightrlhf.cli.fields import Args, at_least
 from lightrlhf.cli.parser import parse
+from lightrlhf.gguf.files import describe_file
 from lightrlhf.models.names import resolve
-from lightrlhf.storage.gguf_files import describe_file
 from lightrlhf.storage.jsonl import read_jsonl, write_jsonl
 
 

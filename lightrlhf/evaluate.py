@@ -39,6 +39,7 @@ from lightrlhf.cli.parser import parse, to_dict
 from lightrlhf.cli.paths import check_file
 from lightrlhf.data import splits, tokens
 from lightrlhf.evaluation import answers, frame, harnesses, pairs, ranking, responses
+from lightrlhf.gguf.files import check_model_exists
 from lightrlhf.maths.preference import DIVERGENCES, REFERENCE_FREE
 from lightrlhf.models.loading import find_device, load_scalar
 from lightrlhf.models.names import holds_reward_model, resolve
@@ -47,7 +48,6 @@ from lightrlhf.models.tokenizer import load_tokenizer
 from lightrlhf.rewards import encoding, loading, scorers
 from lightrlhf.rewards.rewards import Rewards
 from lightrlhf.storage.destinations import check_output
-from lightrlhf.storage.gguf_files import check_model_exists
 from lightrlhf.storage.results import cell, check_results, print_table, write_results
 from lightrlhf.storage.run_dir import is_experiment_dir, short_name, stored_arg
 

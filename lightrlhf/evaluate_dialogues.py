@@ -26,12 +26,12 @@ from lightrlhf.data.splits import check_vocabulary
 from lightrlhf.evaluation import frame
 from lightrlhf.generation.dialogues import Dialogue, as_row, load_dialogues, roll_out, score_turns
 from lightrlhf.generation.users import UserArgs, load_user
+from lightrlhf.gguf.files import check_model_exists
 from lightrlhf.maths.ops import win_rate
 from lightrlhf.models.loading import find_device
 from lightrlhf.models.roles import vocabulary_size
 from lightrlhf.rewards.loading import load_scorer
 from lightrlhf.rewards.scorers import FunctionScorer, GroupScorer
-from lightrlhf.storage.gguf_files import check_model_exists
 from lightrlhf.storage.jsonl import write_jsonl
 from lightrlhf.storage.results import check_results, new_figure, print_table, save_figure
 from lightrlhf.storage.run_dir import short_name, stored_arg

@@ -25,12 +25,12 @@ from lightrlhf.envs.agents import ActingArgs, ModelAgent, Reflector, load_reflec
 from lightrlhf.envs.episodes import Agent, Decision, Episode, Seat, count, oracle_agent, play, random_agent, rates
 from lightrlhf.evaluation import frame
 from lightrlhf.generation.openai_client import RemoteArgs, Servers
+from lightrlhf.gguf.files import check_model_exists
 from lightrlhf.maths.ops import share_interval
 from lightrlhf.models.loading import find_device
 from lightrlhf.models.names import resolve
 from lightrlhf.models.tokenizer import load_tokenizer
 from lightrlhf.programs import TRAINING
-from lightrlhf.storage.gguf_files import check_model_exists
 from lightrlhf.storage.results import cell, check_results, print_table
 from lightrlhf.storage.run_dir import locate, short_name, stored_arg
 

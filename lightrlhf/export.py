@@ -23,22 +23,21 @@ from lightrlhf.cli.groups import FrozenArgs, ModelArgs
 from lightrlhf.cli.hub import is_gguf, is_on_hub
 from lightrlhf.cli.parser import parse, to_dict
 from lightrlhf.data.chat import writes_date
+from lightrlhf.gguf import modelfile, reading, tokens, writer
 from lightrlhf.models import export_check as checks
-from lightrlhf.models import gguf_writer, lora
+from lightrlhf.models import lora
 from lightrlhf.models.export_check import Finding, Observed, Pair
 from lightrlhf.models.loading import load_model, load_policy, load_scalar
-from lightrlhf.models.modelfile import modelfile
 from lightrlhf.models.names import holds_reward_model, resolve
 from lightrlhf.models.quantisation import is_quantised
 from lightrlhf.models.roles import Role
-from lightrlhf.models.tokenizer import load_tokenizer
-from lightrlhf.storage import checkpoint, destinations, gguf_files, locks
+from lightrlhf.models.tokenizer import end_ids, load_tokenizer
+from lightrlhf.storage import checkpoint, destinations, locks
 from lightrlhf.storage.results import print_table
 from lightrlhf.storage.run_dir import is_experiment_dir
 from lightrlhf.storage.writing import make_folder, writing
 from lightrlhf.training.model_card import model_card, quote
 
-SHORT = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}  # as `export_check` calls them
 FOR_LLAMA = ("gguf", "ollama")
 USES = {
     "gguf": "```bash\nllama-cli -m {name}-{type}.gguf\n```\n",
@@ -136,10 +135,9 @@ def write_merged(args: ExportArgs, source: str, folder: Path, name: str) -> Find
     write_card(args, folder, name, source)
     read = auto_class(source).from_pretrained(folder, dtype=torch.float32).eval()
     after = checks.observe(read, AutoTokenizer.from_pretrained(folder), before)
-    types = {weight: SHORT[dtype] for weight, _ in model.named_parameters()}
-    state = read.state_dict()
-    pairs = (Pair(key, value.float(), state[key], SHORT[dtype]) for key, value in model.state_dict().items())
-    return checks.check(model, before, after, pairs, types)
+    state, kind = read.state_dict(), getattr(torch, dtype)
+    pairs = (Pair(key, value.to(kind).float(), state[key]) for key, value in model.state_dict().items())
+    return checks.check(model, before, read, after, pairs)
 
 
 def save_rounded(model: Any, dtype: str, folder: Path) -> None:
@@ -174,8 +172,8 @@ def write_adapter(args: ExportArgs, source: str, folder: Path, name: str) -> Fin
     state = read.state_dict()
     weights = {key: value for key, value in model.state_dict().items() if ".lora_" in key}
     (own,) = adapters
-    pairs = (Pair(key, value, state[key.replace(f".{own}.", ".default.")], "f32") for key, value in weights.items())
-    finding = checks.check(model, before, after, pairs, {key: "f32" for key in weights})
+    pairs = (Pair(key, value, state[key.replace(f".{own}.", ".default.")]) for key, value in weights.items())
+    finding = checks.check(model, before, read, after, pairs)
     if args.base_model_name is not None:
         rename_base(folder, args.base_model_name)
     write_card(args, folder, name, source, args.base_model_name or base)
@@ -194,29 +192,28 @@ def write_llama(args: ExportArgs, source: str, folder: Path, name: str) -> Findi
     if holds_reward_model(source):
         raise UsageError(f"--to {args.to}: {args.model_name} holds a reward model; llama.cpp reads language models")
     model, tokenizer, before = load_merged(args, source)
-    described = gguf_writer.metadata(model, tokenizer)
+    described = writer.metadata(model, tokenizer, end_ids(tokenizer, model))
     file = folder / f"{name}-{args.gguf_type}.gguf"
     if args.to == "ollama":
         stored = model.generation_config.temperature if model.generation_config else None
         temperature = args.temperature if args.temperature is not None else stored or 1.0
-        text = modelfile(tokenizer, before.ends, file.name, temperature)
+        text = modelfile.modelfile(tokenizer, before.ends, file.name, temperature)
         (folder / "Modelfile").write_text(text, encoding="utf-8")
         if writes_date(tokenizer):
             print("the chat template writes the present date, so today's stays in the Modelfile; change its TEMPLATE")
-    gguf_writer.write_gguf(model, described, file, args.gguf_type, name)
+    writer.write_gguf(model, described, file, args.gguf_type, name)
     write_card(args, folder, name, source)
     try:
-        read, tokenizer, metadata = gguf_files.read_gguf(file, "its file")
+        read, tokenizer, metadata = reading.read_gguf(file, "its file")
     except UsageError as problem:
         wider = "; a wider --gguf_type may hold them" if "not finite" in str(problem) else ""
         raise RunFailure(f"the export was not kept: {str(problem).partition(';')[0]}{wider}") from None
     read = read.float().eval()
-    ends = gguf_files.ends_of(metadata, tokenizer)
+    ends = tokens.ends_of(metadata, tokenizer)
     after = checks.observe(read, tokenizer, before)._replace(ends={ends} if isinstance(ends, int) else {*ends})
-    types = {one.source: one.type for one in gguf_writer.stored_tensors(model, args.gguf_type)}
-    both = zip(gguf_writer.stored_tensors(model, args.gguf_type), gguf_writer.stored_tensors(read, "f32"), strict=True)
-    pairs = (Pair(mine.name, mine.value, theirs.value, mine.type) for mine, theirs in both)
-    return checks.check(model, before, after, pairs, types)
+    both = zip(writer.stored_tensors(model, args.gguf_type), writer.stored_tensors(read, "f32"), strict=True)
+    pairs = (Pair(mine.name, writer.rounded(mine), theirs.value) for mine, theirs in both)
+    return checks.check(model, before, read, after, pairs)
 
 
 # ------------------------------------------------------------------------------------------------------------- loading
@@ -279,12 +276,12 @@ def without_header(card: str) -> str:
 
 def show(args: ExportArgs, folder: Path, finding: Finding) -> None:
     """Print what was written, and what the check has measured."""
-    columns = ["file", "MB", "largest difference of logits", "allowed", "greedy tokens equal"]
+    columns = ["file", "MB", "largest difference of logits", "greedy tokens equal"]
     files = sorted(path for path in folder.iterdir() if path.suffix in (".gguf", ".safetensors"))
     rows = [[path.name, f"{path.stat().st_size / 1e6:.1f}"] for path in files]
-    measured = [f"{finding.difference:.2g}", f"{finding.bound:.2g}", finding.greedy]
+    measured = [f"{finding.difference:.2g}", finding.greedy]
     print_table(
-        f"{args.to}: {folder}", columns, [row + (measured if i == 0 else [""] * 3) for i, row in enumerate(rows)]
+        f"{args.to}: {folder}", columns, [row + (measured if i == 0 else [""] * 2) for i, row in enumerate(rows)]
     )
     print(f"wrote {folder}")
 

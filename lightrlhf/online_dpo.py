@@ -36,13 +36,13 @@ from lightrlhf.cli.parser import parse
 from lightrlhf.data import batch, responses, schema, splits, tokens
 from lightrlhf.data.rows import Given, load_rows
 from lightrlhf.evaluation import answers
+from lightrlhf.gguf import files
 from lightrlhf.maths import ops, preference
 from lightrlhf.models.loading import find_device, load_policy
 from lightrlhf.models.names import resolve, starting_model
 from lightrlhf.models.tokenizer import load_tokenizer
-from lightrlhf.rewards import encoding, loading, scorers
-from lightrlhf.rewards.functions import RewardFunctions
-from lightrlhf.storage import checkpoint, gguf_files, jsonl, results, run_dir
+from lightrlhf.rewards import encoding, functions, loading, scorers
+from lightrlhf.storage import checkpoint, jsonl, results, run_dir
 from lightrlhf.storage.jsonl import Row
 from lightrlhf.training import iterated, iterated_dir, launch, provenance, rollout_log
 from lightrlhf.training.iterated import Iterated, Iteration, Stage
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 def check_responder(name: str, flag: str) -> None:
     """Raises: UsageError when the policy that responds is neither `last` nor `initial` nor a model."""
     if name not in ("last", "initial"):
-        gguf_files.check_model_exists(name, f"{flag} (last, initial or a model)")
+        files.check_model_exists(name, f"{flag} (last, initial or a model)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +98,7 @@ def train(
     args: OnlineDPOArgs,
     *,
     prompts: Given | None = None,
-    reward: RewardFunctions | None = None,
+    reward: functions.RewardFunctions | None = None,
     on_step: OnStep | None = None,
 ) -> Path:
     """Train by online preference learning; returns the experiment dir.
@@ -186,7 +186,7 @@ def respond(it: Iteration[OnlineDPOArgs], prompts: Sequence[Row]) -> None:
     launch.run_on_devices(generate.run, stage, devices)
 
 
-def score_and_choose(it: Iteration[OnlineDPOArgs], reward: RewardFunctions | None) -> None:
+def score_and_choose(it: Iteration[OnlineDPOArgs], reward: functions.RewardFunctions | None) -> None:
     """Write `rewards.jsonl`, and the pairs into `pairs/`."""
     args, folder = it.args, it.folder
     stage = annotate.AnnotateArgs(
@@ -264,7 +264,7 @@ def write_best(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------- evaluation
-def evaluate(it: Iteration[OnlineDPOArgs], rows: list[Row], reward: RewardFunctions | None) -> Metrics | None:
+def evaluate(it: Iteration[OnlineDPOArgs], rows: list[Row], reward: functions.RewardFunctions | None) -> Metrics | None:
     """Means over held-out prompts; writes a record per prompt to `evaluation.jsonl`.
 
     Responses are scored together with the initial policy's to the same prompts, by the scorer of training and by the
@@ -297,7 +297,11 @@ def evaluate(it: Iteration[OnlineDPOArgs], rows: list[Row], reward: RewardFuncti
 
 
 def add_scores(
-    args: OnlineDPOArgs, records: list[Row], before: list[Row], reward: RewardFunctions | None, data_dir: str | None
+    args: OnlineDPOArgs,
+    records: list[Row],
+    before: list[Row],
+    reward: functions.RewardFunctions | None,
+    data_dir: str | None,
 ) -> None:
     """Add `reward` to the records, and `gold` where the data has a judge."""
     settings = (args, find_device(args.accelerator), args.rollout_mini_batch_size, reward)

@@ -40,12 +40,12 @@ from lightrlhf.envs.episodes import Episode, PlayedBatch, Replay, play
 from lightrlhf.envs.log import episode_metrics, held_out_metrics, log_episodes, write_trajectories
 from lightrlhf.generation.rollout import gap_metrics
 from lightrlhf.generation.served import ServedPolicy
+from lightrlhf.gguf.files import check_model_exists
 from lightrlhf.maths import groups, ops, sampling_gap
 from lightrlhf.models import forward, given, loading, names
 from lightrlhf.models.roles import Policy, TokenStats
 from lightrlhf.models.tokenizer import load_tokenizer
 from lightrlhf.models.value_head import ValueHead
-from lightrlhf.storage.gguf_files import check_model_exists
 from lightrlhf.training.provenance import given_objects
 from lightrlhf.training.run import Metrics, OnStep, Run
 

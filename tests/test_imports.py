@@ -18,6 +18,7 @@ FLOORS = [  # from the ground up: a room imports only rooms below its own floor
     {"cli", "maths"},
     {"storage"},
     {"data"},
+    {"gguf"},
     {"models"},
     {"training"},
     {"rewards"},
@@ -27,7 +28,7 @@ FLOORS = [  # from the ground up: a room imports only rooms below its own floor
 ]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 TABLE = {"lightrlhf", "lightrlhf.programs"}  # the version, and the table of programs
-FOR_DATA = {"cli", "data", "envs", "storage"}  # rooms that data preparation may use, and these files
+FOR_DATA = {"cli", "data", "envs", "gguf", "storage"}  # rooms that data preparation may use, and these files
 FOR_DATA_FILES = {"lightrlhf.demo.votes", "lightrlhf.demo.summaries"}
 FILES = sorted(path for folder in ("lightrlhf", "datasets_prep") for path in (ROOT / folder).rglob("*.py"))
 
@@ -254,8 +255,7 @@ RAW = {  # where a text reaches a tokenizer as it is, and why it may
     "datasets_prep.train_tokenizer": "tokens of texts, which are counted alone",
     "lightrlhf.evaluation.texts": "texts of ids, to see that a harness reads the same ids",
     "lightrlhf.models.export_check": "texts and control tokens of its own, to compare two tokenizers",
-    "lightrlhf.storage.gguf_files": "a greeting, to try the chat template",
-    "lightrlhf.models.gguf_tokens": "a letter, to see what is added behind it",
+    "lightrlhf.gguf.tokens": "a greeting, to try the chat template, and a letter, to see what is added behind it",
     "datasets_prep.cafe.pretrain_base": "the words of the cafe's own grammar",
 }
 ENCODING = {"apply_chat_template", "batch_encode_plus", "encode_plus", "tokenize", "prepare_for_model"}

@@ -12,9 +12,9 @@ from lightrlhf.cli.lists import paths
 from lightrlhf.cli.packages import check_package
 from lightrlhf.cli.paths import check_folder
 from lightrlhf.demo.guard import HOST, LOCAL_HOSTS
+from lightrlhf.gguf.files import check_model_exists
 from lightrlhf.models.loading import find_device
 from lightrlhf.storage.destinations import check_output
-from lightrlhf.storage.gguf_files import check_model_exists
 
 
 def check_host(name: str, flag: str) -> None:

@@ -19,10 +19,10 @@ from lightrlhf.cli.groups import DecodingArgs, DryRunArgs, FrozenArgs, SealArgs
 from lightrlhf.cli.lists import paths
 from lightrlhf.cli.parser import to_dict
 from lightrlhf.cli.paths import check_folder
+from lightrlhf.gguf.files import check_model_exists
 from lightrlhf.models.loading import find_device, load_policy
 from lightrlhf.models.roles import Policy
 from lightrlhf.models.tokenizer import load_tokenizer
-from lightrlhf.storage.gguf_files import check_model_exists
 from lightrlhf.storage.results import write_results
 from lightrlhf.storage.run_dir import data_dir_of, is_experiment_dir, pretrained_model
 

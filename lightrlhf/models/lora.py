@@ -33,9 +33,9 @@ from torch import Tensor, nn
 
 from lightrlhf.cli.errors import UsageError, first_line
 from lightrlhf.cli.groups import ModelArgs
+from lightrlhf.gguf.files import converted_here
 from lightrlhf.models.complete import ADAPTER_FILES, HEADS, adapter_weights
 from lightrlhf.models.tied import check_layers, is_tied, untie
-from lightrlhf.storage.gguf_files import converted_here
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

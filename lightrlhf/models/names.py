@@ -21,9 +21,9 @@ from lightrlhf.cli.errors import UsageError, first_line
 from lightrlhf.cli.groups import ModelArgs, StartArgs
 from lightrlhf.cli.hub import is_gguf
 from lightrlhf.cli.latest import why_missing
+from lightrlhf.gguf.files import from_gguf
 from lightrlhf.models import lora
 from lightrlhf.storage.checkpoint import checkpoints, follow_best, is_sealed, newest_checkpoint, verify_checkpoint
-from lightrlhf.storage.gguf_files import from_gguf
 from lightrlhf.storage.run_dir import why_no_model
 
 LARGEST_SIZE = 2**31  # of a config's sizes and counts

@@ -15,7 +15,7 @@ from typing import Any
 
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.cli.hub import is_gguf, is_on_hub
-from lightrlhf.storage.gguf_files import describe_file
+from lightrlhf.gguf.files import describe_file
 from lightrlhf.storage.hub import shorten_paths
 from lightrlhf.storage.run_dir import locate, stored_arg, stored_args
 from lightrlhf.training.provenance import versions

@@ -25,9 +25,9 @@ from lightrlhf.cli.groups import DataArgs, DataSetsArgs, TrainArgs
 from lightrlhf.cli.hub import is_gguf
 from lightrlhf.cli.parser import to_dict
 from lightrlhf.data.macro_parsers import parser_model
+from lightrlhf.gguf.files import gguf_file
 from lightrlhf.models.names import base_name, model_folder, starting_model
 from lightrlhf.storage.checkpoint import sha256
-from lightrlhf.storage.gguf_files import gguf_file
 
 MODELS = ("rm_experiment_dir", "ref_model", "reflect_experiment_dir", "user_model", "responder")
 FUNCTIONS = ("reward_function", "user_function", "loss_type", "advantage", "env")

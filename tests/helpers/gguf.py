@@ -10,8 +10,8 @@ from pathlib import Path
 from tempfile import NamedTemporaryFile
 
 from helpers import save_model
+from lightrlhf.gguf.files import FOLDER, folder_of
 from lightrlhf.storage.checkpoint import write_folder
-from lightrlhf.storage.gguf_files import FOLDER, folder_of
 
 
 def converted(file: Path, cache: Path, tokenizer) -> Path:

@@ -23,14 +23,14 @@ from lightrlhf import export, sft
 from lightrlhf.cli.errors import RunFailure, UsageError
 from lightrlhf.cli.groups import ModelArgs
 from lightrlhf.data.chat import render
-from lightrlhf.models import export_check, gguf_tokens, gguf_writer, lora
-from lightrlhf.models.export_check import largest_error
+from lightrlhf.gguf import tokens, writer
+from lightrlhf.gguf.modelfile import chat_texts
+from lightrlhf.models import export_check, lora
 from lightrlhf.models.loading import load_policy
-from lightrlhf.models.modelfile import chat_texts
 from lightrlhf.models.tokenizer import load_tokenizer
 from lightrlhf.storage.checkpoint import damage
 
-TYPES = tuple(gguf_writer.FILE_TYPES)
+TYPES = tuple(writer.FILE_TYPES)
 IDS = torch.arange(2, 30)[None]
 
 
@@ -153,11 +153,11 @@ def test_gguf_in_each_type(type_name, cafe_model, tmp_path):
     assert difference <= {"f32": 0, "f16": 2e-3, "bf16": 2e-2, "q8_0": 0.05}.get(type_name, 1.0)
 
 
-@pytest.mark.parametrize("architecture", gguf_writer.ARCHITECTURES)
+@pytest.mark.parametrize("architecture", writer.ARCHITECTURES)
 @pytest.mark.parametrize("tied", [True, False])
 def test_gguf_of_each_architecture_is_a_model_by_its_name(architecture, tied, tmp_path):
     window = {"sliding_window": 128} if architecture == "mistral" else {}  # longer than the texts of the check
-    model = stored(gpt2_like(), architecture, tmp_path / "tiny", tie_word_embeddings=tied, **window)
+    model = stored(gpt2_like(), architecture, tmp_path / architecture, tie_word_embeddings=tied, **window)
     folder = exported(model, "gguf", tmp_path, "--gguf_type", "f32")
     again = exported(next(folder.glob("*.gguf")), "merged", tmp_path / "again")
     one, other = (AutoModelForCausalLM.from_pretrained(path) for path in (model, again))
@@ -190,7 +190,7 @@ def test_rows_without_a_token_get_a_name(tmp_path):
 
 
 def test_the_known_ways_to_split_a_text_and_others():
-    llama3 = {"type": "Split", "pattern": {"Regex": gguf_tokens.LLAMA3}, "behavior": "Isolated", "invert": False}
+    llama3 = {"type": "Split", "pattern": {"Regex": tokens.LLAMA3}, "behavior": "Isolated", "invert": False}
     joined = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
     split = {**joined, "use_regex": True}
     digits = {"type": "Digits", "individual_digits": True}
@@ -198,7 +198,7 @@ def test_the_known_ways_to_split_a_text_and_others():
     def named(*steps: dict, **model: object) -> str:
         pre = {"type": "Sequence", "pretokenizers": list(steps)}
         parts = {"pre_tokenizer": pre, "normalizer": None, "model": {"type": "BPE", **model}}
-        return gguf_tokens.pre_tokenizer_name(None, parts)
+        return tokens.pre_tokenizer_name(None, parts)
 
     assert named(split) == "gpt-2" and named(digits, split) == "smollm"
     assert named(llama3, joined, ignore_merges=True) == "llama-bpe" and named(llama3, joined) == "smaug-bpe"
@@ -225,30 +225,18 @@ def test_a_tokenizer_of_the_zoo_is_written_rightly_or_refused(kind, tmp_path):
 
 
 # ----------------------------------------------------------------------------------------------------------- the check
-@pytest.mark.parametrize("type_name", TYPES)
-def test_the_largest_error_of_a_type_is_one_and_not_much_more(type_name):
-    import gguf
-
-    kind = gguf.GGMLQuantizationType[type_name.upper()]
-    value = torch.randn(64, 256, generator=torch.Generator().manual_seed(0)) * torch.logspace(-4, 1, 64)[:, None]
-    got = torch.from_numpy(gguf.dequantize(gguf.quantize(value.numpy(), kind), kind))
-    error, allowed = (value - got).abs(), largest_error(value, type_name)
-    assert (error <= allowed).all()
-    assert type_name == "f32" or (error / allowed).max() >= 0.8
-
-
 def broken_weights(monkeypatch):
     """Query and key rows are left in transformers' order."""
-    monkeypatch.setattr(gguf_writer, "interleave_halves", lambda value, heads: value)
+    monkeypatch.setattr(writer, "interleave_halves", lambda value, heads: value)
 
 
 def broken_rope(monkeypatch):
-    monkeypatch.setattr(gguf_writer, "hyperparameters", _changed(gguf_writer.hyperparameters, "rope.freq_base", 5e4))
+    monkeypatch.setattr(writer, "hyperparameters", _changed(writer.hyperparameters, "rope.freq_base", 5e4))
 
 
 def broken_norms(monkeypatch):
     name = "attention.layer_norm_rms_epsilon"
-    monkeypatch.setattr(gguf_writer, "hyperparameters", _changed(gguf_writer.hyperparameters, name, 0.5))
+    monkeypatch.setattr(writer, "hyperparameters", _changed(writer.hyperparameters, name, 0.5))
 
 
 def _changed(function, key, value):
@@ -256,18 +244,18 @@ def _changed(function, key, value):
 
 
 def broken_ends(monkeypatch):
-    monkeypatch.setattr(gguf_tokens, "named_ends", lambda tokenizer, model: {"eos": tokenizer.eos_token_id, "eot": 5})
+    monkeypatch.setattr(tokens, "named_ends", lambda tokenizer, model: {"eos": tokenizer.eos_token_id, "eot": 5})
 
 
 def broken_template(monkeypatch):
     name = "tokenizer.chat_template"
-    metadata = _changed(gguf_tokens.tokenizer_metadata, name, CHATML_TEMPLATE)
-    monkeypatch.setattr(gguf_writer, "tokenizer_metadata", metadata)
+    metadata = _changed(tokens.tokenizer_metadata, name, CHATML_TEMPLATE)
+    monkeypatch.setattr(writer, "tokenizer_metadata", metadata)
 
 
 def broken_type(monkeypatch):
     """Written coarser than it says."""
-    monkeypatch.setattr(gguf_writer, "write_gguf", _coarser(gguf_writer.write_gguf))
+    monkeypatch.setattr(writer, "write_gguf", _coarser(writer.write_gguf))
 
 
 def _coarser(write):
@@ -277,12 +265,12 @@ def _coarser(write):
 @pytest.mark.parametrize(
     "break_it, told",
     [
-        (broken_weights, "a weight of blk.0.attn_q.weight is"),
+        (broken_weights, "blk.0.attn_q.weight is not the source's"),
         (broken_rope, "its logits differ by"),
         (broken_norms, "its logits differ by"),
         (broken_ends, "its tokens that end a response differ"),
         (broken_template, "its chat template's rendering differ"),
-        (broken_type, "more than the rounding of f16"),
+        (broken_type, "weight is not the source's"),
     ],
 )
 def test_what_is_not_the_model_is_not_kept(break_it, told, cafe_model, tmp_path, monkeypatch, capsys):
@@ -299,7 +287,7 @@ def test_another_way_to_split_texts_is_not_kept(tmp_path, monkeypatch):
     bpe = byte_level(["<|endoftext|>"], ["pay $1234567.89 now"] * 8)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|endoftext|>", pad_token="<|endoftext|>")
     args = {"model_name": str(stored(tokenizer, "llama", tmp_path / "tiny")), "destination_dir": str(tmp_path / "out")}
-    monkeypatch.setattr(gguf_tokens, "pre_tokenizer_name", lambda *_: "qwen2")
+    monkeypatch.setattr(tokens, "pre_tokenizer_name", lambda *_: "qwen2")
     with error_naming(RunFailure, "token ids"):
         export.run(export.ExportArgs(to="gguf", **args))
 
@@ -307,7 +295,7 @@ def test_another_way_to_split_texts_is_not_kept(tmp_path, monkeypatch):
 def test_a_merged_folder_that_is_not_the_model_is_not_kept(cafe_model, tmp_path, monkeypatch):
     save = export_check.check
     monkeypatch.setattr(export.checks, "check", lambda model, *more: save(_shifted(model), *more))
-    with error_naming(RunFailure, "f32"):
+    with error_naming(RunFailure, "embed_tokens"):
         export.run(export.ExportArgs(model_name=str(cafe_model), to="merged", destination_dir=str(tmp_path / "out")))
     assert not list(tmp_path.iterdir())
 

@@ -14,9 +14,9 @@ from helpers.tiny_runs import TRAINED, experiment_of
 
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.cli.groups import SamplingArgs
+from lightrlhf.gguf.files import check_model_exists
 from lightrlhf.models.names import resolve
 from lightrlhf.models.probes import check_room
-from lightrlhf.storage.gguf_files import check_model_exists
 from lightrlhf.storage.run_dir import read_metrics
 
 EVALUATED = {  # flags of an evaluation, which needs a validation split

@@ -19,9 +19,9 @@ from lightrlhf.cli.errors import UsageError
 from lightrlhf.cli.parser import parse
 from lightrlhf.demo.args import DemoArgs
 from lightrlhf.demo.models import ModelCache
+from lightrlhf.gguf.files import from_gguf
 from lightrlhf.models.tokenizer import load_tokenizer, store_tokenizer
 from lightrlhf.online_dpo import OnlineDPOArgs
-from lightrlhf.storage.gguf_files import from_gguf
 from lightrlhf.storage.run_dir import choices
 from lightrlhf.training.iterated_dir import as_given
 

@@ -24,11 +24,11 @@ from tokenizers import Regex, Tokenizer, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from lightrlhf.cli.errors import UsageError
-from lightrlhf.models import gguf_writer
+from lightrlhf.gguf import files, reading, tokens, writer
+from lightrlhf.gguf.files import FOLDER, describe_file, from_gguf
 from lightrlhf.models.names import quiet_libraries
-from lightrlhf.storage import gguf_files
+from lightrlhf.models.tokenizer import end_ids
 from lightrlhf.storage.checkpoint import damage
-from lightrlhf.storage.gguf_files import FOLDER, describe_file, from_gguf
 from lightrlhf.storage.locks import LOCK
 
 HUGE, LARGE = 2**60, 2**31
@@ -64,14 +64,14 @@ def write(source, tmp_path, monkeypatch):
 
     def writes(changes=None, tensors=None, name="tiny") -> Path:
         model, tokenizer = source
-        metadata = gguf_writer.metadata(model, tokenizer)
+        metadata = writer.metadata(model, tokenizer, end_ids(tokenizer, model))
         metadata |= {key: value(metadata[key]) if callable(value) else value for key, value in (changes or {}).items()}
         metadata = {key: value for key, value in metadata.items() if value is not None}
         file = tmp_path / f"{name}.gguf"
         with monkeypatch.context() as patch:
-            stored = list(gguf_writer.stored_tensors(model, "f32"))
-            patch.setattr(gguf_writer, "stored_tensors", lambda *_: iter(tensors(stored) if tensors else stored))
-            gguf_writer.write_gguf(model, metadata, file, "f32", "tiny")
+            stored = list(writer.stored_tensors(model, "f32"))
+            patch.setattr(writer, "stored_tensors", lambda *_: iter(tensors(stored) if tensors else stored))
+            writer.write_gguf(model, metadata, file, "f32", "tiny")
         return file
 
     return writes
@@ -91,7 +91,7 @@ def refused(name, *told: str, left: tuple[str, ...] = ()) -> str:
     line = str(raised.value)
     assert raised.value.exit_status == 2 and len(line.splitlines()) == 1 and len(line) < 600
     assert line.startswith(f"--ref_model {name}") and all(text in line for text in told), line
-    assert files_in(gguf_files.cache_dir()) == sorted(left)
+    assert files_in(files.cache_dir()) == sorted(left)
     return line
 
 
@@ -211,8 +211,8 @@ def test_a_kind_of_the_same_size_as_that_of_the_file(source, tmp_path):
     model, tokenizer = source
     for type_name, other in (("f16", 30), ("bf16", 1), ("q4_0", 20)):
         file = tmp_path / f"{type_name}.gguf"
-        gguf_writer.write_gguf(model, gguf_writer.metadata(model, tokenizer), file, type_name, "tiny")
-        gguf_files.open_file(file, "it")
+        writer.write_gguf(model, writer.metadata(model, tokenizer, end_ids(tokenizer, model)), file, type_name, "tiny")
+        reading.open_file(file, "it")
         content = file.read_bytes()
         file.write_bytes(with_infos(content, {QUERY: (other, infos(content)[QUERY][2])}))
         refused(file, f"its general.file_type is {type_name.upper()}")
@@ -263,7 +263,7 @@ def with_value(value: float):
 
 
 def added(name: str):
-    return lambda stored: [*stored, gguf_writer.Stored(name, "", torch.ones(3, 3), "f32")]
+    return lambda stored: [*stored, writer.Stored(name, "", torch.ones(3, 3), "f32")]
 
 
 def renamed(stored):
@@ -294,7 +294,7 @@ def test_weights_that_are_not_those_of_its_metadata(tensors, told, write):
 
 @pytest.mark.parametrize("factors", [torch.zeros(4), torch.full((4,), float("nan")), torch.ones(7), -torch.ones(4)])
 def test_factors_of_positions_that_no_model_has(factors, write):
-    rope = gguf_writer.Stored("rope_freqs.weight", "", factors, "f32")
+    rope = writer.Stored("rope_freqs.weight", "", factors, "f32")
     refused(write(tensors=lambda stored: [rope, *stored]), "; give ")
 
 
@@ -340,7 +340,7 @@ def put(place: int, text: str):
         ({f"{GGML}pre": None}, f"({GGML}pre None) that is not known here"),
         ({f"{GGML}pre": ["a", "b"]}, f"have {GGML}pre ['a', 'b']"),
         ({f"{GGML}eos_token_id": None}, f"lack {GGML}eos_token_id"),
-        *(({f"{GGML}{name}_token_id": 400}, f"{name}_token_id 400") for name in gguf_files.TOKEN_IDS),
+        *(({f"{GGML}{name}_token_id": 400}, f"{name}_token_id 400") for name in reading.TOKEN_IDS),
         ({f"{GGML}eot_token_id": "end"}, "eot_token_id 'end'"),
         ({f"{GGML}eos_token_id": [1, 2]}, "eos_token_id [1, 2]"),
         ({"tokenizer.chat_template": 5}, "have tokenizer.chat_template 5"),
@@ -391,7 +391,7 @@ def test_the_code_of_a_template_is_not_run(write, tmp_path):
 
 
 def test_a_tokenizer_that_is_read_with_other_ids(write, monkeypatch):
-    read = gguf_files.complete_tokenizer
+    read = reading.complete_tokenizer
 
     def swapped(tokenizer, stored):
         tokens = list(stored[TOKENS])
@@ -403,7 +403,7 @@ def test_a_tokenizer_that_is_read_with_other_ids(write, monkeypatch):
         return AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
 
     file = write()
-    monkeypatch.setattr(gguf_files, "complete_tokenizer", swapped)
+    monkeypatch.setattr(reading, "complete_tokenizer", swapped)
     refused(file, "2 of its 400 tokens get another id", INTACT)
 
 
@@ -437,7 +437,7 @@ def test_a_file_that_cannot_be_read(write, monkeypatch, cache):
     def denied(_):
         raise PermissionError(errno.EACCES, "Permission denied")
 
-    monkeypatch.setattr(gguf_files, "sha256", denied)
+    monkeypatch.setattr(files, "sha256", denied)
     refused(write(), "cannot be read: Permission denied; allow access to it")
 
 
@@ -458,10 +458,10 @@ def test_a_file_that_cannot_be_read(write, monkeypatch, cache):
     ],
 )
 def test_names_of_packages(name, told, tmp_path, monkeypatch):
-    for package, files in {"none": (), "two": "ab", "four": "abcd"}.items():
+    for package, letters in {"none": (), "two": "ab", "four": "abcd"}.items():
         (tmp_path / "site" / package / "inner").mkdir(parents=True)
         (tmp_path / "site" / package / "__init__.py").write_text("raise SystemError('not to be imported')\n")
-        for file in files:
+        for file in letters:
             (tmp_path / "site" / package / "inner" / f"{file}.gguf").touch()
     (tmp_path / "site" / "a_module.py").write_text("raise SystemError('not to be imported')\n")
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
@@ -492,12 +492,12 @@ def test_the_folder_is_whole_and_used_again_without_file_system_writes_or_librar
     assert [path.name for path in (cache / FOLDER).iterdir()] == [folder.name]
     from_gguf.cache_clear()
     for name in ("lock_folder", "read_gguf", "write_folder"):
-        monkeypatch.setattr(gguf_files, name, lambda *_, **__: pytest.fail("it was converted again"))
+        monkeypatch.setattr(files, name, lambda *_, **__: pytest.fail("it was converted again"))
     monkeypatch.setitem(sys.modules, "gguf", None)
     assert from_gguf(str(file)) == folder
     monkeypatch.setenv("LIGHTRLHF_CACHE", "~/models")
     monkeypatch.setenv("HOME", str(cache))
-    assert gguf_files.cache_dir() == cache / "models"
+    assert files.cache_dir() == cache / "models"
 
 
 def test_a_damaged_folder_says_how_to_go_on_and_that_helps(write):
@@ -530,7 +530,7 @@ def test_a_cache_that_cannot_be_written_names_the_variable(write, cache, monkeyp
 
     for number in (errno.ENOSPC, errno.EACCES, errno.EROFS):
         with monkeypatch.context() as patch:
-            patch.setattr(gguf_files, "write_model", fails(number))
+            patch.setattr(files, "write_model", fails(number))
             with pytest.raises(UsageError, match=f"{os.strerror(number)}.*{told[19:]}") as raised:
                 from_gguf(str(file))
         assert len(str(raised.value).splitlines()) == 1 and not files_in(cache)
@@ -543,14 +543,14 @@ def test_a_cache_that_cannot_be_written_names_the_variable(write, cache, monkeyp
 
 def test_a_killed_conversion_is_done_again(write, cache, tmp_path, monkeypatch, capsys):
     file = write()
-    write_model = gguf_files.write_model
+    write_model = files.write_model
 
     def killed(folder, *rest):
         write_model(folder, *rest)
         os.kill(os.getpid(), signal.SIGKILL)
 
     with monkeypatch.context() as patch:
-        patch.setattr(gguf_files, "write_model", killed)
+        patch.setattr(files, "write_model", killed)
         assert forked(lambda: from_gguf(str(file)), tmp_path / "printed") == -signal.SIGKILL
     assert any(path.name.endswith(".partial") for path in (cache / FOLDER).iterdir())
     folder = from_gguf(str(file))
@@ -558,14 +558,14 @@ def test_a_killed_conversion_is_done_again(write, cache, tmp_path, monkeypatch, 
 
 
 def test_of_two_processes_one_converts_and_both_have_the_folder(write, cache, tmp_path, monkeypatch):
-    file, read = write(), gguf_files.read_gguf
+    file, read = write(), files.read_gguf
     starts, goes = os.pipe()
 
     def waits(*given):  # until the other process has begun, too
         os.read(starts, 1)
         return read(*given)
 
-    monkeypatch.setattr(gguf_files, "read_gguf", waits)
+    monkeypatch.setattr(files, "read_gguf", waits)
 
     def convert():
         assert damage(from_gguf(str(file))) is None
@@ -594,7 +594,7 @@ def split_by(tokenizer, pattern: str, **changes):
 
 def qwen2_like():
     """The class that transformers takes for Qwen2 whatever a folder says has this split and this end token."""
-    backend = split_by(byte_level(["<|endoftext|>", "<|im_start|>", "<|im_end|>"]), gguf_files.QWEN2)
+    backend = split_by(byte_level(["<|endoftext|>", "<|im_start|>", "<|im_end|>"]), tokens.QWEN2)
     named = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "extra_special_tokens": ["<|im_start|>"]}
     return PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=CHATML_TEMPLATE, **named)
 
@@ -623,7 +623,7 @@ def test_a_file_is_its_model_and_tokenizer(architecture, more, tied, seed, tmp_p
     tokenizer = numbers.choice(kinds)()
     model = model_of(tokenizer, architecture, tie_word_embeddings=tied, **(sizes | more))
     file = tmp_path / "tiny.gguf"
-    gguf_writer.write_gguf(model, gguf_writer.metadata(model, tokenizer), file, "f32", "tiny")
+    writer.write_gguf(model, writer.metadata(model, tokenizer, end_ids(tokenizer, model)), file, "f32", "tiny")
     folder = from_gguf(str(file))
     read, ids = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), AutoTokenizer.from_pretrained(folder)
     assert torch.allclose(logits_of(read), logits_of(model), atol=1e-6, rtol=1e-6)
@@ -642,10 +642,10 @@ def test_words_that_are_tokens_are_whole_where_the_file_says_so(is_whole, tmp_pa
     bpe = llama3_like().backend_tokenizer
     vocabulary = bpe.get_vocab(with_added_tokens=True)
     vocabulary["zqj"] = len(vocabulary)  # no merge makes it
-    backend = split_by(bpe, gguf_files.LLAMA3, vocab=vocabulary, ignore_merges=is_whole)
+    backend = split_by(bpe, tokens.LLAMA3, vocab=vocabulary, ignore_merges=is_whole)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|eot_id|>", pad_token="<|pad|>")
     model, file = model_of(tokenizer), tmp_path / "tiny.gguf"
-    gguf_writer.write_gguf(model, gguf_writer.metadata(model, tokenizer), file, "f32", "tiny")
+    writer.write_gguf(model, writer.metadata(model, tokenizer, end_ids(tokenizer, model)), file, "f32", "tiny")
     read = AutoTokenizer.from_pretrained(from_gguf(str(file)))
     for text in ("zqj", "a zqj 12345 zqj's", "Zqj\n\n zqj"):
         assert read(text, add_special_tokens=False) == tokenizer(text, add_special_tokens=False)
@@ -663,13 +663,13 @@ def test_words_that_are_tokens_are_whole_where_the_file_says_so(is_whole, tmp_pa
     ],
 )
 def test_a_text_begins_with_a_bos_where_the_file_or_llama_cpp_says_so(pattern, whole, adds, begins, tmp_path):
-    backend = split_by(llama3_like().backend_tokenizer, getattr(gguf_files, pattern), ignore_merges=whole)
+    backend = split_by(llama3_like().backend_tokenizer, getattr(tokens, pattern), ignore_merges=whole)
     named = {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>", "pad_token": "<|pad|>"}
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **named)
     model, file = model_of(tokenizer), tmp_path / "tiny.gguf"
-    metadata = gguf_writer.metadata(model, tokenizer) | {f"{GGML}add_bos_token": adds}
+    metadata = writer.metadata(model, tokenizer, end_ids(tokenizer, model)) | {f"{GGML}add_bos_token": adds}
     kept = {key: value for key, value in metadata.items() if value is not None}
-    gguf_writer.write_gguf(model, kept, file, "f32", "tiny")
+    writer.write_gguf(model, kept, file, "f32", "tiny")
     read = AutoTokenizer.from_pretrained(from_gguf(str(file)))
     plain = read("The cat", add_special_tokens=False)["input_ids"]
     assert read("The cat")["input_ids"] == [read.bos_token_id] * begins + plain
@@ -678,5 +678,5 @@ def test_a_text_begins_with_a_bos_where_the_file_or_llama_cpp_says_so(pattern, w
 def test_a_tokenizer_that_transformers_would_load_as_another_is_refused(tmp_path):
     tokenizer = chatml_like()
     model, file = model_of(tokenizer, "qwen2"), tmp_path / "tiny.gguf"
-    gguf_writer.write_gguf(model, gguf_writer.metadata(model, tokenizer), file, "f32", "tiny")
+    writer.write_gguf(model, writer.metadata(model, tokenizer, end_ids(tokenizer, model)), file, "f32", "tiny")
     refused(file, "transformers takes Qwen2Tokenizer for qwen2, which splits its texts otherwise; take another model")

@@ -16,9 +16,10 @@ from helpers.data import chatml_like
 from helpers.gguf import infos
 
 from lightrlhf.cli.errors import UsageError
-from lightrlhf.models import gguf_writer
+from lightrlhf.gguf import writer
+from lightrlhf.gguf.reading import open_file, read_gguf
 from lightrlhf.models.names import quiet_libraries
-from lightrlhf.storage.gguf_files import open_file, read_gguf
+from lightrlhf.models.tokenizer import end_ids
 
 TYPES = ("f32", "f16", "q8_0", "q4_0")
 
@@ -31,7 +32,9 @@ def contents(tmp_path_factory):
     ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
     model = tiny_model("llama", vocab_size=len(tokenizer), **ends)
     for name in TYPES:
-        gguf_writer.write_gguf(model, gguf_writer.metadata(model, tokenizer), folder / name, name, "tiny")
+        writer.write_gguf(
+            model, writer.metadata(model, tokenizer, end_ids(tokenizer, model)), folder / name, name, "tiny"
+        )
     return {name: (folder / name).read_bytes() for name in TYPES}
 
 

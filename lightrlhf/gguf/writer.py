@@ -1,8 +1,9 @@
 """GGUF files, the format of llama.cpp: writes a model of transformers with its tokenizer.
 
-What a file cannot say of a model shows as other logits when it is read back (see `export_check.py`). Matrices get the
-type that is asked for, vectors and positions stay float32. In the types of 4 and 5 bits the embedding and the head, on
-which every token depends, have 8. A matrix whose rows are no multiple of a block, 32 numbers, is stored as float16.
+What a file cannot say of a model shows as other logits when it is read back (`models/export_check.py`). Matrices get
+the type that is asked for, vectors and positions stay float32. In the types of 4 and 5 bits the embedding and the
+head, on which every token depends, have 8. A matrix whose rows are no multiple of a block, 32 numbers, is stored as
+float16.
 
 Left out: mixtures of experts, other architectures, K-quants (`llama-quantize` makes them of a file in f32), positions
 scaled other than by a factor of each frequency, and attention over a window, which is why the context ends with it.
@@ -10,18 +11,17 @@ scaled other than by a factor of each frequency, and attention over a window, wh
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightrlhf.cli.errors import UsageError
-from lightrlhf.models.forward import embedding_rows
-from lightrlhf.models.gguf_tokens import tokenizer_metadata
+from lightrlhf.gguf.tokens import tokenizer_metadata
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -100,8 +100,8 @@ def architecture_of(model: PreTrainedModel) -> Architecture:
     return ARCHITECTURES[kind]
 
 
-def hyperparameters(model: PreTrainedModel) -> dict[str, Any]:
-    """A model's metadata, by GGUF's names without the architecture's."""
+def hyperparameters(model: PreTrainedModel, rows: int) -> dict[str, Any]:
+    """A model's metadata, by GGUF's names without the architecture's; rows: of its embedding."""
     config: Any = model.config
     values = {name: getattr(config, own, None) for name, own in architecture_of(model).keys.items()}
     if values["feed_forward_length"] is None:  # of GPT-2, which has a default
@@ -111,7 +111,7 @@ def hyperparameters(model: PreTrainedModel) -> dict[str, Any]:
         window = getattr(config, "sliding_window", None) or config.max_position_embeddings
         values |= {"attention.key_length": width, "attention.value_length": width, "rope.dimension_count": width}
         values |= {"rope.freq_base": float(config.rope_parameters["rope_theta"])}
-        values |= {"context_length": min(window, config.max_position_embeddings), "vocab_size": embedding_rows(model)}
+        values |= {"context_length": min(window, config.max_position_embeddings), "vocab_size": rows}
     return values
 
 
@@ -180,15 +180,24 @@ def stored_type(name: str, value: Tensor, type_name: str) -> str:
     return type_name
 
 
-def metadata(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """What a file says of a model and its tokenizer, by GGUF's names.
+def rounded(stored: Stored) -> Tensor:
+    """A tensor as it is read back from the type that it is stored in."""
+    import gguf
+
+    kind = gguf.GGMLQuantizationType[stored.type.upper()]
+    return torch.from_numpy(gguf.dequantize(gguf.quantize(stored.value.numpy(), kind), kind))
+
+
+def metadata(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ends: Iterable[int]) -> dict[str, Any]:
+    """What a file says of a model and its tokenizer, by GGUF's names. ends: ids at which a response ends.
 
     Raises: UsageError when either cannot be written.
     """
-    architecture = architecture_of(model)
+    architecture, embedding = architecture_of(model), cast(nn.Embedding, model.get_input_embeddings())
     frequency_factors(model)  # raises
-    values = {f"{architecture.name}.{key}": value for key, value in hyperparameters(model).items()}
-    return values | tokenizer_metadata(tokenizer, model, embedding_rows(model))
+    rows = embedding.num_embeddings
+    values = {f"{architecture.name}.{key}": value for key, value in hyperparameters(model, rows).items()}
+    return values | tokenizer_metadata(tokenizer, ends, rows)
 
 
 def write_gguf(model: PreTrainedModel, described: dict[str, Any], file: Path, type_name: str, name: str) -> None:

@@ -11,23 +11,43 @@ Qwen's is left to the caller.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from lightrlhf.cli.errors import UsageError
+from lightrlhf.cli.errors import UsageError, first_line, list_names
 from lightrlhf.data.tokens import adds_bos
 from lightrlhf.data.turn_ends import turn_end
-from lightrlhf.models.tokenizer import end_ids
-from lightrlhf.storage.gguf_files import GPT2, LLAMA3, PRE_TOKENIZERS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # GGUF's types of tokens
 END_KEYS = ("eos", "eot", "eom")  # of a text, a turn and a message: llama.cpp ends a response at each
+INTACT = "give an intact copy, or the folder that it was made of"
+
+# What llama.cpp calls the regular expressions by which a byte-level tokenizer splits its text before any merge.
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+QWEN2 = LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+PRE_TOKENIZERS: dict[str, tuple[str, ...]] = {
+    "gpt-2": (GPT2,),
+    "smollm": (r"\p{N}", GPT2),
+    "llama-bpe": (LLAMA3,),
+    "qwen2": (QWEN2,),
+    # further names of the same expressions, behind those that a writer takes
+    **dict.fromkeys(("starcoder", "refact", "command-r"), (r"\p{N}", GPT2)),
+    **dict.fromkeys(("llama3", "llama-v3", "smaug-bpe", "dbrx"), (LLAMA3,)),
+    **dict.fromkeys(("stablelm2", "deepseek-r1-qwen"), (QWEN2,)),
+}
+NEVER_MERGED = ("llama-bpe", "llama3", "llama-v3")  # of these a word that is a token is not split into merges
 
 
-def tokenizer_metadata(tokenizer: PreTrainedTokenizerBase, model: Any, rows: int) -> dict[str, Any]:
-    """GGUF metadata of a tokenizer, for a model of transformers whose embedding has `rows` rows.
+def tokenizer_metadata(tokenizer: PreTrainedTokenizerBase, ends: Iterable[int], rows: int) -> dict[str, Any]:
+    """GGUF metadata of a tokenizer, for a model whose embedding has `rows` rows and whose responses end at `ends`.
 
     Raises: UsageError when llama.cpp cannot tokenise as it does, or end a response where it does.
     """
@@ -43,10 +63,10 @@ def tokenizer_metadata(tokenizer: PreTrainedTokenizerBase, model: Any, rows: int
     else:
         found |= {"pre": "default", "scores": merge_scores(tokens, merges)}
     found["add_space_prefix"] = prefixes_space(parts)
-    ends = tokenizer("a")["input_ids"][-1:] == [tokenizer.eos_token_id]
-    found |= {"add_bos_token": bool(adds_bos(tokenizer)), "add_eos_token": ends}
+    adds_end = tokenizer("a")["input_ids"][-1:] == [tokenizer.eos_token_id]
+    found |= {"add_bos_token": bool(adds_bos(tokenizer)), "add_eos_token": adds_end}
     ids = {"bos": tokenizer.bos_token_id, "padding": tokenizer.pad_token_id, "unknown": tokenizer.unk_token_id}
-    ids |= named_ends(tokenizer, model)
+    ids |= named_ends(tokenizer, ends)
     found |= {f"{name}_token_id": index for name, index in ids.items() if index is not None}
     metadata = {f"tokenizer.ggml.{name}": value for name, value in found.items()}
     template = tokenizer.chat_template
@@ -133,11 +153,10 @@ def merge_scores(tokens: list[str], merges: list[str]) -> list[float]:
     return [float(-ranks.get(token, len(merges) + index)) for index, token in enumerate(tokens)]
 
 
-def named_ends(tokenizer: PreTrainedTokenizerBase, model: Any) -> dict[str, int]:
+def named_ends(tokenizer: PreTrainedTokenizerBase, ends: Iterable[int]) -> dict[str, int]:
     """What ends a response, by GGUF's names. Raises: UsageError when it has fewer names than the model ends."""
     first = [tokenizer.eos_token_id, turn_end(tokenizer)]
-    ends = list(dict.fromkeys([*first, *end_ids(tokenizer, model)]))
-    ends = [index for index in ends if index is not None]
+    ends = [index for index in dict.fromkeys([*first, *ends]) if index is not None]
     if len(ends) > len(END_KEYS):
         texts = ", ".join(tokenizer.convert_ids_to_tokens(ends))
         raise UsageError(
@@ -145,3 +164,81 @@ def named_ends(tokenizer: PreTrainedTokenizerBase, model: Any) -> dict[str, int]
             "remove some from eos_token_id of its generation_config.json"
         )
     return dict(zip(END_KEYS, ends))
+
+
+# ------------------------------------------------------------------------------------------------------------- reading
+def complete_tokenizer(tokenizer: PreTrainedTokenizerBase, stored: dict[str, Any]) -> Any:
+    """A tokenizer with what transformers leaves out of a file's metadata.
+
+    How text is split, control tokens, and whether a text begins with a BOS, by llama.cpp's default where the file does
+    not say. It is of no class with named tokens of its own, which a file need not have and which would get new ids.
+    """
+    from tokenizers import Regex, Tokenizer, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    tokens, pre = stored["tokenizer.ggml.tokens"], stored.get("tokenizer.ggml.pre", "")
+    state = json.loads(tokenizer.backend_tokenizer.to_str())
+    state["added_tokens"] = [token for token in state["added_tokens"] if token["id"] < len(tokens)]
+    if state["model"]["type"] == "BPE":
+        state["model"]["ignore_merges"] = pre in NEVER_MERGED
+    backend = Tokenizer.from_str(json.dumps(state))
+    if stored.get("tokenizer.ggml.model") == "gpt2":
+        split = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in PRE_TOKENIZERS[pre]]
+        whole = [*split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+        backend.pre_tokenizer = pre_tokenizers.Sequence(whole)
+    keys = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
+    ids = {name: stored.get(f"tokenizer.ggml.{key}_token_id") for name, key in keys.items()}
+    named = {f"{name}_token": tokens[index] for name, index in ids.items() if index is not None}
+    is_first = stored.get("tokenizer.ggml.model") == "llama" or pre in NEVER_MERGED  # llama.cpp's default
+    adds = {"add_bos_token": is_first, "add_eos_token": False}
+    adds = {name: bool(stored.get(f"tokenizer.ggml.{name}", default)) for name, default in adds.items()}
+    special = [token["content"] for token in state["added_tokens"] if token["special"]]
+    more = [token for token in special if token not in named.values()]
+    template = stored.get("tokenizer.chat_template") or None
+    given = {"extra_special_tokens": more, "chat_template": template}
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **given, **named, **adds)
+
+
+def check_tokenizer(named: str, tokenizer: PreTrainedTokenizerBase, stored: dict[str, Any], rows: int) -> None:
+    """Raises: UsageError when tokens differ from the file's or from the model's rows, or its template fails."""
+    tokens, ids = stored["tokenizer.ggml.tokens"], tokenizer.get_vocab()
+    wrong = [token for index, token in enumerate(tokens) if index not in (ids.get(token), ids.get(spaced(token)))]
+    what = f"it has {len(tokens)} tokens for {rows} rows of its embedding" if len(tokens) != rows else ""
+    what = f"transformers gives it {len(ids)} tokens instead of {len(tokens)}" if len(ids) > len(tokens) else what
+    if wrong:
+        what = f"{len(wrong)} of its {len(tokens)} tokens get another id ({list_names(map(repr, wrong))})"
+    if what:
+        raise UsageError(f"{named}: its tokenizer cannot be read rightly, {what}; {INTACT}")
+    if tokenizer.chat_template:
+        try:
+            tokenizer.apply_chat_template([{"role": "user", "content": "text"}], tokenize=False)
+        except Exception as problem:  # a template may raise anything
+            raise UsageError(f"{named}: its chat template does not render: {first_line(problem)}; {INTACT}") from None
+
+
+def check_loads(named: str, config: Any, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raises: UsageError when transformers loads a folder's tokenizer as another: of some models it knows the class."""
+    from transformers import AutoTokenizer
+
+    with TemporaryDirectory() as folder:
+        config.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        loaded = AutoTokenizer.from_pretrained(folder)
+    states = [json.loads(one.backend_tokenizer.to_str()) for one in (loaded, tokenizer)]
+    if loaded.get_vocab() != tokenizer.get_vocab() or states[0]["pre_tokenizer"] != states[1]["pre_tokenizer"]:
+        raise UsageError(
+            f"{named}: transformers takes {type(loaded).__name__} for {config.model_type}, which splits its texts "
+            "otherwise; take another model"
+        )
+
+
+def spaced(token: str) -> str:
+    """A token as SentencePiece writes its spaces; llama.cpp's files have runs of them as they are."""
+    return token.replace(" ", "\u2581")
+
+
+def ends_of(stored: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> int | list[int]:
+    """Ids that end a response: the end token, and those with which a turn or a message ends."""
+    keys = [f"tokenizer.ggml.{name}_token_id" for name in ("eot", "eom")]
+    ends = list(dict.fromkeys([tokenizer.eos_token_id, *(stored[key] for key in keys if key in stored)]))
+    return ends if len(ends) > 1 else ends[0]
