@@ -108,7 +108,7 @@ class AnnotateArgs(RewardArgs, SealArgs, DryRunArgs):
     def _check(self) -> None:
         if self.choose_type and not (self.data_dir or self.tokenizer_name):
             raise ValueError(f"--choose_type {self.choose_type} needs --data_dir or --tokenizer_name for its tokenizer")
-        if self.output_file or self.rm_experiment_dir or self.reward_function:  # else it is only read
+        if self.output_file or self.has_rewards:  # else it is only read
             destinations.check_output(self.rewards_file, "--output_file")
 
     @property
@@ -122,14 +122,13 @@ def run(args: AnnotateArgs, *, reward: functions.RewardFunctions | None = None) 
 
     reward: replaces what the flags would load.
     """
-    check_args(args, AnnotateArgs)
+    check_args(args, AnnotateArgs, {"reward": reward})
     rows = read_responses(args.responses_file, READ, ("truncated", "prompt_ids", "response_ids", "rewards"))
     output = args.responses_file
     if args.dry_run:
         try_batch(args, rows, reward)
         return output
-    if args.rm_experiment_dir or args.reward_function or reward:
-        args.check_reward(reward)
+    if args.has_rewards or reward:
         output = str(args.rewards_file)
         rows = write_rewards(args, rows, Path(output), reward)
     elif any("rewards" not in row for row in rows):
@@ -148,8 +147,7 @@ def try_batch(args: AnnotateArgs, rows: list[Row], reward: functions.RewardFunct
     if not tried:
         raise UsageError(f"{args.responses_file} has no rows")
     started, output = time.perf_counter(), Path(args.responses_file)
-    if args.rm_experiment_dir or args.reward_function or reward:
-        args.check_reward(reward)
+    if args.has_rewards or reward:
         tried, output = with_rewards(tried, make_scorer(args, reward)), args.rewards_file
     elif any("rewards" not in row for row in tried):
         raise UsageError(f"{output} has no rewards yet; give --rm_experiment_dir or --reward_function")

@@ -85,7 +85,7 @@ class EvaluateArgs(responses.ResponseArgs, harnesses.HarnessArgs):
     """Compute ROUGE of responses against the demonstrations."""
 
     def _check(self) -> None:
-        self.check_rewards(may_have_rewards=bool(self.responses_file))
+        self.check_pass_k(may_have_rewards=bool(self.responses_file))
         self.check_files()
 
     def check_files(self) -> None:

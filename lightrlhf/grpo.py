@@ -27,7 +27,7 @@ Left out: a replay of earlier groups, and several turns, for which masks, weight
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -156,10 +156,8 @@ class GRPOArgs(
                 f"{self.rollout_size} times --num_generations {self.num_generations}; try {responses}"
             )
 
-    def check_start(self, policy: object = None) -> None:
-        """Raises: UsageError, before a model is loaded, also when a loss or an advantage cannot be loaded."""
-        super().check_start(policy)
-        self.load_loss()
+    def _check_given(self, given: Mapping[str, object]) -> None:
+        self.load_loss()  # before a model is
         if self.advantage not in groups.ADVANTAGES:
             own_functions.load_own_advantage(self.advantage, self.num_generations)
 

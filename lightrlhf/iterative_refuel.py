@@ -84,10 +84,8 @@ def train(
     number or None for each; on_step: called with (iteration, metrics) after each iteration, may raise `StopTraining`.
     Raises: UsageError for invalid input, RunFailure when the run fails.
     """
-    check_args(args, IterativeRefuelArgs)
+    check_args(args, IterativeRefuelArgs, {"reward": reward})
     given = provenance.given_objects(dialogues=dialogues, user=user, reward=reward)
-    args.check_start()
-    args.check_reward(reward)
     if dialogues is None:
         splits.check_data_dir(args)
     else:

@@ -108,11 +108,9 @@ def train(
     `StopTraining`.
     Raises: UsageError for invalid input, RunFailure when the run fails.
     """
-    check_args(args, OnlineDPOArgs)
+    check_args(args, OnlineDPOArgs, {"reward": reward})
     if prompts is None:
         splits.check_data_dir(args)
-    args.check_start()
-    args.check_reward(reward)
     data_dir = args.data_dir if prompts is None else None
     tokenizer = None if prompts is None else load_tokenizer(None, starting_model(args)[0])
     rows = load_rows("prompts", "train", args.data_dir, prompts, tokenizer, args.verify)

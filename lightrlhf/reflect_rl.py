@@ -175,8 +175,7 @@ def train(
     (step, metrics) where metrics are logged, may raise `StopTraining`.
     Raises: UsageError for invalid input, RunFailure when the run fails.
     """
-    check_args(args, ReflectRLArgs)
-    args.check_start(policy and tokenizer)
+    check_args(args, ReflectRLArgs, {"policy": policy})
     made = make_envs(args, envs)
     stages = curriculum.curriculum(made[0].levels, args.levels, args.stages)
     pools = {level: made[0].starts("train", level) for stage in stages for level in stage.levels}

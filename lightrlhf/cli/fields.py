@@ -2,7 +2,8 @@
 
 `Args` is the base of all argument classes. It checks the type and the rules of each field, and then calls `_check` of
 each class that has one, bases first: the rules between several flags. A class that gives an inherited flag another
-default keeps the flag's rules.
+default keeps the flag's rules. `check_args`, with which every program begins, calls `_check_given` in the same way: the
+rules about objects that are given from Python, and about what flags name.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class Options(TypedDict, total=False):
     excludes: Mapping[str, Any]  # values of other flags, each one or several; `...`: any but the default
     split: Callable[[str], list[str]]  # items in a word of a list, see `cli.lists`
     show: Literal["first", "rarely"]  # `--help` shows the flag first, or leaves it to `--help_all`
-    required: str | None  # one of the flags with this text must be given
+    required: str | None  # one of the flags with this text must be given, or from Python the object of this name
     positional: bool  # a first word that is no flag is its value
     once: bool  # a resumed run does not inherit it
     drops: str  # typed, it takes the place of this stored flag
@@ -113,9 +114,13 @@ class Args:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        self._call_each("_check")
+
+    def _call_each(self, name: str, *values: object) -> None:
+        """Call a method of each class that has one of its own, bases first."""
         for owner in reversed(type(self).__mro__):
-            if "_check" in vars(owner):
-                vars(owner)["_check"](self)
+            if name in vars(owner):
+                vars(owner)[name](self, *values)
 
 
 @dataclass(frozen=True)
@@ -220,8 +225,19 @@ def check_fields(args: Any) -> None:
         flags[name].check(value)
 
 
-def check_args(args: Any, args_class: type) -> None:
-    """Raises: UsageError when a program called from Python got something else than its own arguments."""
+def check_args(args: Any, args_class: type[Args], given: Mapping[str, object] | None = None) -> None:
+    """Check what a program is called with, before it loads anything.
+
+    given: the objects that from Python replace what flags would load, None where not given.
+    Raises: UsageError when the arguments are another program's, lack what is required, or do not go with the objects.
+    """
     if not isinstance(args, args_class):
-        given = args.__name__ if isinstance(args, type) else type(args).__name__
-        raise UsageError(f"args: {args_class.__name__}(...) is needed, not {given}")
+        found = args.__name__ if isinstance(args, type) else type(args).__name__
+        raise UsageError(f"args: {args_class.__name__}(...) is needed, not {found}")
+    given, flags = given or {}, declared_flags(type(args))
+    for what in dict.fromkeys(what for one in flags.values() if (what := one.options.get("required"))):
+        names = [name for name, one in flags.items() if one.options.get("required") == what]
+        if given.get(what) is None and all(getattr(args, name) == flags[name].default for name in names):
+            or_object = f" (from Python: {what})" if what in given else ""
+            raise UsageError(f"{' or '.join(f'--{name}' for name in names)} is needed{or_object}")
+    args._call_each("_check_given", given)

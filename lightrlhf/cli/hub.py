@@ -29,4 +29,4 @@ def check_repository(name: str, flag: str = "--push_to_hub") -> None:
         raise UsageError(f"{flag} {name} is not a name of the form OWNER/NAME")
     if get_token() is None:
         remedy = f"log in by `hf auth login`, set HF_TOKEN, or leave {flag} out"
-        raise UsageError(f"{flag} {name} needs a token of the hub, and there is none; {remedy}")
+        raise UsageError(f"{flag} {name}: no access token of the Hugging Face hub was found; {remedy}")

@@ -6,11 +6,13 @@ import dataclasses
 import difflib
 import json
 import re
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from lightrlhf.cli.errors import UsageError
+from lightrlhf.cli.errors import UsageError, list_names
 from lightrlhf.cli.names import answer
+from lightrlhf.programs import PROGRAMS
 
 LARGEST_CONFIG = 2**20  # bytes
 # numbers as flags and files of flags spell them, in lower case; what is not finite is refused later, by its flag
@@ -47,18 +49,39 @@ def config_as_json(args_class: Any, word: str, before: str) -> str:
 
 
 def hint(name: str, flags: set[str]) -> str:
-    """The end of an error on an unknown flag: the answer to another library's name, or the nearest flag, or ""."""
+    """The end of an error on an unknown flag, or "": what another library's name is here, or the nearest flag.
+
+    And the programs of this library that have the flag, or one with more words where this program has none like it.
+    """
     if text := answer(name, flags):
         return f"; did you mean {text}?" if text.startswith("--") else f": {text}"
     meant = nearest(name, flags)
-    return f"; did you mean --{meant}?" if meant else ""
+    others = {} if name in flags else flags_of_programs()
+    found = ""
+    if like := name if name in others else "" if meant else next(iter(longer(name, {*others})), ""):
+        found = f"; {'it' if like == name else f'--{like}'} is a flag of {list_names(others[like])}"
+    return found + (f"; did you mean --{meant}?" if meant else "")
+
+
+@cache
+def flags_of_programs() -> dict[str, list[str]]:
+    """The programs that have a flag, by its name; imports them all, which takes a third of a second."""
+    found: dict[str, list[str]] = {}
+    for one in PROGRAMS.values():
+        for field in dataclasses.fields(one.args_class()):
+            found.setdefault(field.name, []).append(one.name)
+    return found
 
 
 def nearest(typo: str, names: set[str]) -> str:
     """A name of nearly the same letters, else the shortest one with more words; "" if there is none."""
     near = difflib.get_close_matches(typo, sorted(names), n=1, cutoff=0.75)
-    longer = sorted((name for name in names if set(typo.split("_")) < set(name.split("_"))), key=len)
-    return next(iter(near + longer), "")
+    return next(iter(near + longer(typo, names)), "")
+
+
+def longer(name: str, names: set[str]) -> list[str]:
+    """The names that have all words of a name, and more; the shortest one first."""
+    return sorted((one for one in names if {*name.split("_")} < {*one.split("_")}), key=lambda one: (len(one), one))
 
 
 def read_config(path: str, flag: str = "--config") -> dict[str, Any]:

@@ -49,20 +49,8 @@ class ResponseArgs(RewardArgs):
     pass_threshold: float = flag(1.0, needs="pass_k")
     """Lowest reward of a response that passes."""
 
-    @property
-    def has_rewards(self) -> bool:
-        """Whether flags say what scores responses."""
-        return bool(self.rm_experiment_dir or self.reward_function)
-
-    def check_rewards(self, may_have_rewards: bool) -> None:
-        """Raises: ValueError or UsageError for a flag without effect. may_have_rewards: responses may bring theirs."""
-        if self.has_rewards:
-            self.check_reward()
-        elif self.reward_weights or self.reward_timeout:
-            name, value = (
-                ("weights", self.reward_weights[0]) if self.reward_weights else ("timeout", self.reward_timeout)
-            )
-            raise ValueError(f"--reward_{name} {value} needs --rm_experiment_dir or --reward_function")
+    def check_pass_k(self, may_have_rewards: bool) -> None:
+        """Raises: ValueError when nothing says what passes. may_have_rewards: responses may bring theirs."""
         if self.pass_k and not (self.has_rewards or may_have_rewards):
             raise ValueError(
                 f"--pass_k {self.pass_k[0]} needs --reward_function or --rm_experiment_dir to say what passes"

@@ -49,7 +49,7 @@ def load_tokenizer(
     source = stored if stored is not None and stored.is_dir() else model_name and resolve(model_name)
     if not source:
         if data_dir is None:
-            raise UsageError("a tokenizer is needed: give it with the policy, or name a model that has one")
+            raise UsageError("tokenizer is needed with policy; give it, or a --model_name that has it")
         raise UsageError(f"{data_dir} has no tokenizer folder; give --model_name to use that model's tokenizer")
     tokenizer = _with_pad_token(_read(str(source)), f"the tokenizer in {source}")
     if data_dir is not None and source == stored and model_name and model_name != "tiny":

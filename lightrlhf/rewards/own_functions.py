@@ -30,6 +30,7 @@ def check_known_or_own(known: Collection[str], name: str, flag: str) -> None:
         raise ValueError(f"{flag} {name} is none of {', '.join(known)}, and no function package.module:name")
 
 
+@functools.cache
 def load_own_loss(path: str) -> TokenLoss:
     """A loss by its import path. Raises: UsageError unless it gives losses for a trial batch.
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from lightrlhf.cli.fields import check_args
-from lightrlhf.cli.groups import DataArgs, DataSetsArgs, ModelArgs, RewardArgs, SamplingArgs, TrainArgs
+from lightrlhf.cli.groups import DataArgs, DataSetsArgs, ModelArgs, SamplingArgs, TrainArgs
 from lightrlhf.data.rows import Splits
 from lightrlhf.data.splits import Row, check_data_dir, check_vocabulary, validation_needed_unless
 from lightrlhf.models.names import starting_model
@@ -56,14 +56,11 @@ def begin(
     `policy`, `tokenizer`, `reward`, and `rows`, `prompts` or `dialogues`; None where not given.
     Raises: UsageError for invalid input.
     """
-    check_args(args, args_class)
+    check_args(args, args_class, given)
     assert isinstance(args, ModelArgs) and isinstance(args, DataArgs | DataSetsArgs)
     name = next((name for name in DATA if given.get(name) is not None), None)
     if name is None:
         check_data_dir(args)
-    args.check_start(given["policy"])
-    if isinstance(args, RewardArgs):
-        args.check_reward(given["reward"])
     described = given_objects(**given)
     data_dir = args.data_dir if name is None else None
     tokenizer = load_tokenizer(data_dir, starting_model(args)[0], given["tokenizer"], args.verify)

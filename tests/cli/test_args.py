@@ -349,3 +349,19 @@ def test_an_unknown_flag_names_its_neighbour(program, typo, meant, cafe_data, ca
     with pytest.raises(SystemExit):
         parse(PROGRAMS[program], [*good(program, cafe_data), f"--{typo}=1"])
     assert capsys.readouterr().err.strip().endswith(f"unknown flag --{typo}; did you mean --{meant}?")
+
+
+@pytest.mark.parametrize(
+    ("program", "flag", "named"),
+    [
+        ("sft", "termination_condition", ["it is a flag of ppo"]),
+        ("sft", "kl_coeff", ["--init_kl_coeff", "ppo", "grpo"]),  # nothing like it here, but there
+        ("rm", "critic_learning_rate", ["it is a flag of ppo", "--learning_rate"]),
+        ("sft", "no_such_flag", ["--help_all"]),
+    ],
+)
+def test_a_flag_of_another_program_names_the_programs_that_have_it(program, flag, named, cafe_data, capsys):
+    with pytest.raises(SystemExit):
+        parse(PROGRAMS[program], [*good(program, cafe_data), f"--{flag}=1"])
+    line = capsys.readouterr().err
+    assert not [text for text in (f"--{flag}", *named) if text not in line]

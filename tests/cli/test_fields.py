@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-from collections.abc import Collection, Iterator
+import re
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Literal, get_args, get_origin
 
 import pytest
@@ -12,6 +13,7 @@ from helpers import ROOT
 from helpers.errors import error_naming
 from helpers.programs import args_classes
 
+from lightrlhf.cli.errors import UsageError
 from lightrlhf.cli.fields import (
     MISSING,
     Args,
@@ -19,11 +21,13 @@ from lightrlhf.cli.fields import (
     Flag,
     above,
     at_least,
+    check_args,
     declared_flags,
     flag,
     positive,
 )
 from lightrlhf.cli.values import options_of
+from lightrlhf.programs import PROGRAMS
 
 PACKAGES = ("datasets_prep", "examples", "benchmarks")
 WITHOUT_BOUNDS = {  # numbers that may be any
@@ -212,3 +216,49 @@ def test_rules_of_groups_hold_in_a_program_that_declares_a_flag_again(values, to
         ProgramArgs(**values)
     assert str(problem.value) == told
     assert ProgramArgs(loss="cispo", rate=3.0).bound == 2.0  # its default needs nothing and excludes nothing
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SourceArgs(Args):
+    """A group of which one flag, or an object, is required."""
+
+    folder: str | None = flag(None, required="rows")
+    """Folder."""
+    file: str | None = flag(None, required="rows")
+    """File."""
+
+    def _check_given(self, given: Mapping[str, object]) -> None:
+        if self.file == "missing":
+            raise UsageError("--file missing is not there")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReaderArgs(SourceArgs):
+    """A program with that group and a rule of its own."""
+
+    def _check_given(self, given: Mapping[str, object]) -> None:
+        if given.get("rows") and self.folder:
+            raise UsageError(f"--folder {self.folder} contradicts rows")
+
+
+@pytest.mark.parametrize(
+    "values, given, named",
+    [
+        ({}, None, "--folder or --file"),
+        ({}, {"rows": None}, "--folder or --file"),
+        ({"file": "missing"}, None, "--file missing"),  # the group's rule holds in the program, too
+        ({"folder": "here"}, {"rows": [1]}, "--folder here"),
+    ],
+)
+def test_what_a_program_is_called_with_is_checked_as_it_begins(values, given, named):
+    with pytest.raises(UsageError, match=named):
+        check_args(ReaderArgs(**values), ReaderArgs, given)
+    check_args(ReaderArgs(folder="here"), ReaderArgs)
+    check_args(ReaderArgs(), ReaderArgs, {"rows": [1]})
+
+
+@pytest.mark.parametrize("one", [one for one in PROGRAMS.values() if one.name != "demo"], ids=lambda one: one.name)
+def test_each_program_begins_with_the_check_of_its_arguments(one):
+    """By `check_args` or `begin` with its own class, so that no rule of a group can be forgotten."""
+    text = (ROOT / one.module.replace(".", "/")).with_suffix(".py").read_text(encoding="utf-8")
+    assert re.search(rf"\b(check_args|begin)\(\s*args,\s*{one.args}\b", text)

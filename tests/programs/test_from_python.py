@@ -191,7 +191,7 @@ def test_given_texts_are_the_rows_that_preparation_would_write(cafe_data, tokeni
 
 def test_mistakes_are_exceptions_and_not_exits(tokenizer, tmp_path):
     objects = {"policy": model_of(tokenizer), "tokenizer": tokenizer, "prompts": PROMPTS}
-    with error_naming(UsageError, "responses"):
+    with error_naming(UsageError, "--reward_function"):
         ppo.train(ppo_args(tmp_path), **objects)
     with error_naming(UsageError, "row 0"):
         ppo.train(ppo_args(tmp_path), **(objects | {"prompts": [{"text": "a"}]}), reward=short)

@@ -12,6 +12,7 @@ from helpers.errors import error_naming
 from helpers.rollouts import rollout_of
 
 from lightrlhf.cli.errors import RunFailure, UsageError
+from lightrlhf.cli.fields import check_args
 from lightrlhf.cli.groups import ModelArgs
 from lightrlhf.data.batch import joined
 from lightrlhf.data.scores import Scores
@@ -427,7 +428,7 @@ def test_an_advantage_of_ones_own_by_import_path(cafe_data, base_model, tmp_path
 )
 def test_an_advantage_that_is_none_is_refused_before_the_model_is_loaded(name, message):
     with pytest.raises(UsageError, match=f"--advantage helpers.rewards:{name} .*{message}"):
-        grpo_args(advantage=f"helpers.rewards:{name}").check_start()
+        check_args(grpo_args(advantage=f"helpers.rewards:{name}", reward_function=["helpers.rewards:vowels"]), GRPOArgs)
 
 
 def test_a_rank_without_rows_samples_and_scores_nothing(policy, tokenizer):

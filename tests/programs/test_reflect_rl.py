@@ -372,7 +372,7 @@ def test_the_python_of_the_page_runs(tmp_path, monkeypatch, capsys):
 
 def test_a_policy_without_its_tokenizer_is_refused(policy_dir):
     policy = load_policy(policy_dir, ModelArgs(), corridor_tokenizer())
-    with error_naming(UsageError, "--sft_experiment_dir", "--model_name"):
+    with error_naming(UsageError, "tokenizer", "policy", "--model_name"):
         reflect_rl.train(ReflectRLArgs(), policy=policy, envs=Corridor)
 
 

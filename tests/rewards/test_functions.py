@@ -19,6 +19,7 @@ from helpers.errors import error_naming
 from helpers.rollouts import EOS, rollout_of
 
 from lightrlhf.cli.errors import RunFailure, UsageError
+from lightrlhf.cli.fields import check_args
 from lightrlhf.cli.functions import check_columns, load_function
 from lightrlhf.cli.groups import RewardArgs
 from lightrlhf.data.tokens import encode_prompt, encode_response
@@ -233,9 +234,10 @@ def test_names_are_unique_and_none_is_that_of_a_count():
 @pytest.mark.parametrize(
     "flags, reward, message",
     [
-        ({}, None, "is needed"),
-        ({"reward_function": ["a:b"]}, rewards.length, "of the last two only one"),
-        ({}, [], "is needed"),
+        ({}, None, "--reward_function .*reward"),
+        ({"reward_function": ["a:b"]}, rewards.length, "--reward_function"),
+        ({}, [], "reward:"),
+        ({"reward_weights": [0.5]}, [], "reward:"),
         (
             {"reward_function": ["a:b", "c:d"], "reward_weights": [1.0]},
             None,
@@ -248,7 +250,7 @@ def test_names_are_unique_and_none_is_that_of_a_count():
 )
 def test_flags_that_cannot_be_meant_are_refused(flags, reward, message):
     with pytest.raises(UsageError, match=message):
-        RewardArgs(**flags).check_reward(reward)
+        check_args(RewardArgs(**flags), RewardArgs, {"reward": reward})
 
 
 # --------------------------------------------------------------------------------------- processes that can be killed

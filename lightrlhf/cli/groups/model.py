@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -19,7 +20,7 @@ PARTS = ("pissa", "olora")  # adapters that begin as a part of the weights
 class ModelArgs(Args):
     """Model, and which of its weights are trained."""
 
-    model_name: str | None = flag(None, required="a model", show="first")
+    model_name: str | None = flag(None, required="policy", show="first")
     """Hub name, folder, experiment dir, GGUF file, `package:NAME` (the one in it), or `tiny` (a small new Llama)."""
     trust_remote_code: bool = flag(False, show="rarely")
     """Allow a hub model to run code of its own repository."""
@@ -80,10 +81,9 @@ class ModelArgs(Args):
     )
     """Attention by torch's kernels (eager where an architecture has none), plain products, or flash-attn."""
 
-    def check_start(self, policy: object = None) -> None:
-        """Raises: UsageError unless `--model_name` names the model to start from or `policy` is one."""
-        if policy is None and self.model_name is None:
-            raise UsageError("--model_name is needed: a hub name, a folder, an experiment dir, or tiny")
+    def _check_given(self, given: Mapping[str, object]) -> None:
+        if isinstance(name := given.get("policy"), str | Path):
+            raise UsageError(f"policy: {name} is a name, not a model; give it as --model_name, or load it")
 
     def lora_target_names(self) -> list[str]:
         """The items of `--lora_targets`, in brackets or not."""
@@ -110,14 +110,9 @@ class FrozenArgs(ModelArgs):
 class StartArgs(ModelArgs):
     """Model, and which of its weights are trained."""
 
-    sft_experiment_dir: str | None = flag(None, required="a model", show="first")
+    sft_experiment_dir: str | None = flag(None, required="policy", show="first")
     """Experiment dir or checkpoint to start from, else `model_name`."""
 
-    def check_start(self, policy: object = None) -> None:
-        """Raises: UsageError unless a flag names the model to start from or `policy` is one."""
-        if isinstance(policy, str | Path):
-            raise UsageError(f"policy: {policy} is a name, not a model; give it as --model_name, or load it")
-        if policy is not None and self.sft_experiment_dir is not None:
+    def _check_given(self, given: Mapping[str, object]) -> None:
+        if self.sft_experiment_dir is not None and given.get("policy") is not None:
             raise UsageError(f"--sft_experiment_dir {self.sft_experiment_dir} contradicts policy; give one of them")
-        if policy is None and self.sft_experiment_dir is None and self.model_name is None:
-            raise UsageError("--sft_experiment_dir or --model_name is needed: the policy to start from")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,33 +18,38 @@ from lightrlhf.cli.latest import why_missing
 class RewardArgs(Args):
     """Reward."""
 
-    rm_experiment_dir: str | None = flag(None, required="a scorer", show="first")
+    rm_experiment_dir: str | None = flag(None, required="reward", show="first")
     """Experiment dir or checkpoint of the reward model."""
-    reward_function: list[str] = flag([], unique=True, required="a scorer", show="first")
+    reward_function: list[str] = flag([], unique=True, required="reward", show="first")
     """Python functions `package.module:name` that score, one or several, instead of a reward model or beside it."""
     reward_weights: list[float] = flag([], show="rarely")
     """Weight of each reward in their sum, the reward model's first; all 1 when not given."""
     reward_timeout: float = at_least(0, 0.0, show="rarely")
     """Seconds a function has for one response, each in a process that can be killed; 0 calls it here, without limit."""
 
-    def check_reward(self, reward: object = None) -> None:
-        """Raises: UsageError unless flags or `reward` say what scores responses, each by something that can."""
+    @property
+    def has_rewards(self) -> bool:
+        """Whether flags say what scores responses."""
+        return bool(self.rm_experiment_dir or self.reward_function)
+
+    def _check_given(self, given: Mapping[str, object]) -> None:
+        reward = given.get("reward")
         functions: Any = self.reward_function if reward is None else reward
-        given = list(functions) if isinstance(functions, list | tuple) else [functions]
-        if not (given or self.rm_experiment_dir) or (reward is not None and (not given or self.reward_function)):
-            raise UsageError(
-                "--rm_experiment_dir or --reward_function (from Python: reward) is needed, of the last two only one: "
-                "what scores responses"
-            )
+        functions = list(functions) if isinstance(functions, list | tuple) else [functions]
+        if reward is not None and (not functions or self.reward_function):
+            raise UsageError("reward: give a function or several, and no --reward_function")
         check_reward_model(self.rm_experiment_dir)
-        num_rewards = len(given) + (self.rm_experiment_dir is not None)
+        num_rewards = len(functions) + (self.rm_experiment_dir is not None)
+        if not num_rewards and (self.reward_weights or self.reward_timeout):
+            name, value = ("weights", self.reward_weights) if self.reward_weights else ("timeout", self.reward_timeout)
+            raise UsageError(f"--reward_{name} {value} needs --rm_experiment_dir or --reward_function")
         if self.reward_weights and len(self.reward_weights) != num_rewards:
             weights = " ".join(map(str, self.reward_weights))
             first = ", the reward model first" if self.rm_experiment_dir else ""
             raise UsageError(f"--reward_weights {weights}: give {num_rewards}, one for each reward{first}")
         if self.reward_weights and not any(self.reward_weights):
             raise UsageError("--reward_weights are all 0; give at least one reward a weight")
-        for function in given:
+        for function in functions:
             if reward is None:
                 load_function(function, "--reward_function")
             else:
@@ -61,9 +67,7 @@ class AuditArgs(RewardArgs):
         if self.audit_function in self.reward_function:
             raise ValueError(f"--audit_function {self.audit_function} is the reward itself; give another one")
 
-    def check_reward(self, reward: object = None) -> None:
-        """As in training without an audit. Raises: UsageError also when the audit's function cannot be imported."""
-        super().check_reward(reward)
+    def _check_given(self, given: Mapping[str, object]) -> None:
         if self.audit_function is not None:
             load_function(self.audit_function, "--audit_function")
 

@@ -67,8 +67,8 @@ class RolloutServerArgs(SamplingArgs, ServerArgs):
         for flag_, value, whole in (("top_k", self.top_k, 0), ("top_p", self.top_p, 1), ("min_p", self.min_p, 0)):
             if value != whole:
                 raise ValueError(
-                    f"--{flag_} {value} with --rollout_server: a server's log-probabilities would be those of the kept "
-                    f"tokens alone, another distribution than the one that learns; leave it at {whole}"
+                    f"--{flag_} {value} with --rollout_server: a server gives log-probabilities over the tokens that "
+                    f"{flag_} keeps, and the policy is trained over all tokens; leave it at {whole}"
                 )
         if isinstance(self, DeviceArgs) and self.devices * self.num_nodes > 1:
             waits = [patience(name) for name in (RANK, REQUEST, SERVER)]
