@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -212,7 +213,7 @@ class ModelAgent:
         """A label for each admissible command. Raises: RunFailure when there are too few."""
         if not self.labels:
             return None
-        count = len(seat.info["action_mask"])
+        count = len(np.trim_zeros(seat.info["action_mask"], "b"))  # without the padding
         if count > len(self.labels):
             raise RunFailure(f"a state has {count} commands for {len(self.labels)} labels; raise --max_choices")
         return prompts.labels_for(seat.info, seat.rng if self.args.shuffle_action else None, len(self.labels))

@@ -23,6 +23,8 @@ import string
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from lightrlhf.cli.errors import RunFailure, UsageError
 from lightrlhf.data.tokens import encode_response
 from lightrlhf.envs import Info
@@ -50,6 +52,7 @@ def labels_for(info: Info, shuffle: random.Random | None = None, pool: int = len
     drawn at random from the first `pool`. Raises: RunFailure when a state has more commands than there are labels.
     """
     mask = info["action_mask"]
+    mask = mask if len(mask) <= pool else np.trim_zeros(mask, "b")  # the padding of a state with few commands
     labels = choices(len(mask)) if shuffle is None else shuffle.sample(choices(max(pool, len(mask))), len(mask))
     return [label for label, available in zip(labels, mask) if available]
 

@@ -180,6 +180,15 @@ def test_prompts_that_are_too_long_and_too_many_commands_are_refused(tmp_path, f
         agent([Seat(Corridor(), Episode({}), random.Random(0), "at 0 of 3", many)])
 
 
+@pytest.mark.parametrize("shuffles", [False, True])
+def test_the_padding_of_a_mask_needs_no_labels(shuffles, folders):
+    """As of ALFWorld's published games, whose masks are wider than the number of labels."""
+    agent = agent_of(folders, reflects=False, shuffle_action=shuffles, max_choices=3)
+    few = information(None, ["go west", "go east"], max_commands=9)
+    seats = [Seat(Corridor(), Episode({}), random.Random(seed), "at 0 of 3", few) for seed in range(8)]
+    assert {decision.action for decision in agent(seats)} <= {"go west", "go east"}
+
+
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "gemma2", "phi", "bloom"])
 def test_a_head_cut_to_labels_gives_the_whole_heads_logits(architecture):
     policy = tiny_policy(architecture)
