@@ -29,15 +29,22 @@ def test_head_logprobs_equal_a_log_softmax_by_hand(temperature):
 
 
 def test_head_logprobs_in_chunks_have_the_same_values_and_gradients():
+    """Also with entropies, for which no logits of all rows are made, forward or backward."""
     targets = torch.randint(11, (9,))
     weight = torch.randn(11, 5)
-    results = []
+    results, sizes = [], {2: [], 4096: []}
     for chunk_size in (2, 4096):
         hidden = torch.randn(9, 5, generator=torch.Generator().manual_seed(3)).requires_grad_()
         head = weight.clone().requires_grad_()
-        rows = heads.head_logprobs(hidden, lambda h, head=head: h @ head.T, targets, 1.0, True, True, chunk_size)
+
+        def logits(h: torch.Tensor, head=head, counts=sizes[chunk_size]) -> torch.Tensor:
+            counts.append(len(h))
+            return h @ head.T
+
+        rows = heads.head_logprobs(hidden, logits, targets, 1.0, True, True, chunk_size)
         sum(row.sum() for row in rows).backward()
         results.append([*rows, hidden.grad, head.grad])
+    assert sizes == {2: [8, 1, 1, 8], 4096: [9]}  # computed again in the backward pass
     for one, other in zip(*results):
         assert torch.allclose(one, other, atol=1e-6)
 

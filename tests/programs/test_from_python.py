@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import json
 import math
+import sys
 from pathlib import Path
 from statistics import mean
 
@@ -90,6 +91,21 @@ def test_grpo_trains_given_objects_on_several_rewards(tokenizer, tmp_path):
     folder = grpo.train(args, policy=model, tokenizer=tokenizer, prompts=PROMPTS, reward=rewards)
     assert any(not torch.equal(before[name], p) for name, p in model.named_parameters())
     assert {"reward/short", "reward/vowels"} <= metrics(folder)[0].keys()
+
+
+def test_an_advantage_may_be_a_function_of_the_script(tokenizer, tmp_path, monkeypatch):
+    tables = []
+
+    def halves(scores):
+        tables.append(tuple(scores.shape))
+        return scores / 2
+
+    monkeypatch.setattr(sys.modules["__main__"], "halves", halves, raising=False)
+    sizes = {"num_generations": 4, "rollout_size": 2, "rollout_mini_batch_size": 8, "max_new_tokens": 6}
+    args = GRPOArgs(advantage="__main__:halves", log_dir=str(tmp_path), max_steps=1, eval_interval=0, **SMALL, **sizes)
+    folder = grpo.train(args, policy=model_of(tokenizer), tokenizer=tokenizer, prompts=PROMPTS, reward=short)
+    assert tables == [(2, 4)] * 2  # the trial, and the step
+    assert all(row["advantages"][0] == row["score"] / 2 for row in read_jsonl(folder / "rollouts.jsonl"))
 
 
 @pytest.mark.parametrize("flags", [{}, {"finetune_mode": "lora"}], ids=["all", "lora"])
