@@ -87,6 +87,7 @@ def completion(shell: str) -> str:
 
 def script() -> None:
     """The console script, whose exit status is what this returns: none of a program's results."""
+    sys.path.insert(0, "")  # as `python -m` does: functions of files in this folder can be imported
     main()
 
 

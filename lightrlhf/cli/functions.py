@@ -1,13 +1,16 @@
-"""Python functions named by flags as `package.module:name`, and the check that they accept the data's columns."""
+"""Python functions named by flags as `package.module:name` or `file.py:name`; checks that they accept columns."""
 
 from __future__ import annotations
 
 import importlib
 import inspect
+import sys
 from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
-from lightrlhf.cli.errors import UsageError, first_line
+from lightrlhf.cli.errors import UsageError, first_line, list_names
 from lightrlhf.cli.packages import check_package
 
 REWARD_SHAPE = "f(prompts, completions, **columns) -> list[float]"
@@ -15,22 +18,56 @@ VERL = ("data_source", "solution_str", "ground_truth")  # parameters of a functi
 
 
 def load_function(path: str, flag: str, shape: str = REWARD_SHAPE, takes_columns: bool = True) -> Callable[..., Any]:
-    """Import a function by `package.module:name`. Raises: UsageError naming `flag`, and the `shape` it must have."""
-    module, colon, name = path.partition(":")
+    """Import a function by its path. Raises: UsageError naming `flag`, and the `shape` it must have."""
+    if ":" not in path:
+        example = f"{path}:function" if path.endswith(".py") else ":".join(path.rsplit(".", 1))
+        raise UsageError(f"{flag} {path} is not of the form package.module:function; did you mean {example}?")
     try:
-        function = getattr(importlib.import_module(module), name)
+        function = import_member(path)
     except (Exception, SystemExit) as problem:  # whatever the module raises
         kind = "" if isinstance(problem, ImportError | AttributeError | ValueError) else f"{type(problem).__name__}: "
-        raise UsageError(
-            f"{flag} {path} cannot be imported as package.module:function: {kind}{first_line(problem)[:300]}"
-        ) from None
-    if not colon or not callable(function):
-        raise UsageError(f"{flag} {path} is not of the form package.module:function")
+        raise UsageError(f"{flag} {path} cannot be imported: {kind}{first_line(problem)[:300]}") from None
+    if not callable(function):
+        raise UsageError(f"{flag} {path} is not a function but a {type(function).__name__}")
     if takes_columns:
         check_columns(function, f"{flag} {path}", shape)
     if package := getattr(function, "needs", None):
         check_package(f"{flag} {path}", package, UsageError)
     return function
+
+
+def import_member(path: str) -> Any:
+    """A member of a module by its path. Raises: ImportError, AttributeError, or whatever the module raises."""
+    module, name = split_path(path)
+    imported = importlib.import_module(module)
+    if not hasattr(imported, name):
+        own = [key for key, one in vars(imported).items() if getattr(one, "__module__", None) == module]
+        raise AttributeError(f"{module} has no {name or 'empty name'}; it has {list_names(own) or 'nothing'}")
+    return getattr(imported, name)
+
+
+def split_path(path: str) -> tuple[str, str]:
+    """Module and name of `package.module:name`, or of `folder/file.py:name`, whose folder becomes importable.
+
+    Raises: ImportError unless a file can be imported by its own name.
+    """
+    file, _, name = path.rpartition(":")
+    if not file.endswith(".py"):
+        module, _, name = path.partition(":")
+        return module, name
+    place = Path(file).resolve()
+    module = place.stem
+    if not place.is_file():
+        raise ImportError(f"{file} does not exist")
+    if not module.isidentifier():
+        raise ImportError(f"{file} is no name of a module; rename it, with letters, digits and underscores")
+    if str(place.parent) not in sys.path:
+        sys.path.append(str(place.parent))
+        importlib.invalidate_caches()
+    found = find_spec(module)
+    if found is None or found.origin is None or Path(found.origin).resolve() != place:
+        raise ImportError(f"{module} is the name of another module, too; rename {file}")
+    return module, name
 
 
 def check_columns(function: Any, name: str, shape: str = REWARD_SHAPE) -> None:

@@ -14,7 +14,6 @@ Left out: parsing during sampling.
 from __future__ import annotations
 
 import ast
-import importlib.util
 import io
 import re
 import tokenize
@@ -25,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
-from lightrlhf.cli.errors import UsageError
+from lightrlhf.cli.functions import load_function
 from lightrlhf.cli.packages import check_package
 from lightrlhf.data.batch import Rollout
 from lightrlhf.data.tokens import decode
@@ -185,11 +184,7 @@ def make_parser(name: str) -> Parser:
         return constituents(textblob_trees())
     if folder := parser_model(name):
         return constituents({"benepar": benepar_trees, "stanza": stanza_trees}[name.partition(":")[0]](folder))
-    module, _, function = name.partition(":")
-    try:
-        return getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError, ValueError) as problem:
-        raise UsageError(f"--parser {name} cannot be imported as package.module:function: {problem}") from None
+    return load_function(name, "--parser", takes_columns=False)
 
 
 def constituents(tree_of: Callable[[list[str]], Any]) -> Parser:

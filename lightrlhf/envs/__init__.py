@@ -13,7 +13,6 @@ Left out: images, several players, and texts that depend on the clock or the net
 from __future__ import annotations
 
 import ast
-import importlib
 import inspect
 import string
 from collections.abc import Iterable, Sequence
@@ -23,6 +22,7 @@ from typing import Any, Protocol, get_args, get_type_hints
 import numpy as np
 
 from lightrlhf.cli.errors import UsageError, first_line
+from lightrlhf.cli.functions import import_member
 from lightrlhf.cli.packages import needs_package
 from lightrlhf.cli.values import TYPES, check_value
 
@@ -188,12 +188,11 @@ def read_options(words: Sequence[str]) -> dict[str, Any]:
 
 def _class_of(name: str) -> Any:
     path = ENVIRONMENTS.get(name, name)
-    module, colon, member = path.partition(":")
-    if not colon:
+    if ":" not in path:
         known = ", ".join(ENVIRONMENTS)
         raise UsageError(f"--env {name} is unknown; give {known} or an import path such as package.module:Class")
     try:
-        return getattr(importlib.import_module(module), member)
+        return import_member(path)
     except ModuleNotFoundError as problem:
         missing = (problem.name or "").partition(".")[0]
         if name in ENVIRONMENTS:

@@ -29,6 +29,7 @@ from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any
 
 from lightrlhf.cli.errors import RunFailure, UsageError, first_line
+from lightrlhf.cli.functions import import_member
 from lightrlhf.cli.processes import end_with_parent
 from lightrlhf.rewards.functions import Failure, Response, call_function, failure_of
 
@@ -160,8 +161,7 @@ def serve(path: str, descriptor: int, parent: int) -> None:
         connection.send_bytes(json.dumps([kind, value]).encode())
 
     try:
-        module, _, name = path.partition(":")
-        function = getattr(importlib.import_module(module), name)
+        function = import_member(path)
         if package := getattr(function, "needs", None):
             importlib.import_module(package)  # now, or it counts as time of the first call
     except (Exception, SystemExit) as problem:

@@ -21,6 +21,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from lightrlhf.cli.functions import split_path
 from lightrlhf.cli.groups import DataArgs, DataSetsArgs, TrainArgs
 from lightrlhf.cli.hub import is_gguf
 from lightrlhf.cli.parser import to_dict
@@ -149,8 +150,8 @@ def _functions(paths: Iterable[str]) -> dict[str, str]:
     """SHA-256 of the files of functions `package.module:name`, by module: those named, and those that define them."""
     found = {}
     for path in paths:
-        module, _, name = path.partition(":")
         try:
+            module, name = split_path(path)
             named: Any = importlib.import_module(module)
             defining = inspect.getmodule(inspect.unwrap(getattr(named, name)))
         except Exception:  # a module may raise anything; the program reports it when it loads the function

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from decimal import Decimal
+from pathlib import Path
 
 import numpy as np
 import psutil
@@ -101,6 +102,30 @@ def test_verls_function_is_called_for_each_response():
     assert load_function("helpers.rewards:digits", "--reward_function") is rewards.digits
     with error_naming(UsageError, "accept"):
         load_function("helpers.rewards:digits", "--user_function", "f(dialogues, seeds, **columns) -> list[str]")
+
+
+def test_a_function_is_loaded_from_a_file_by_its_path(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    file = tmp_path / "own_reward_of_a_file.py"
+    file.write_text("def f(prompts, completions, **columns):\n    return [1.0 for _ in completions]\n")
+    found = load_function(f"{file}:f", "--reward_function")
+    assert found(["a"], ["b"]) == [1.0] and load_function("own_reward_of_a_file:f", "--reward_function") is found
+    monkeypatch.chdir(tmp_path)
+    assert load_function(f"{file.name}:f", "--reward_function") is found
+    scorer = FunctionScorer(found, f"{file}:f", timeout=60, path=f"{file}:f")  # called in another process
+    assert same(scorer.score(samples("x", "y")), [1.0, 1.0])
+    Path("json.py").write_text(file.read_text())
+    Path("my-reward.py").write_text(file.read_text())
+    for path, *facts in [
+        (f"{file}:g", "no g", "f"),
+        (str(file), f"{file}:function"),
+        ("own_reward_of_a_file.f", "own_reward_of_a_file:f"),
+        ("missing.py:f", "missing.py"),
+        ("json.py:f", "rename"),
+        ("my-reward.py:f", "rename"),
+    ]:
+        with error_naming(UsageError, f"--reward_function {path}", *facts):
+            load_function(path, "--reward_function")
 
 
 def test_one_call_of_many_that_raises_costs_its_response_and_all_that_raise_end_the_run(capsys):
