@@ -21,7 +21,6 @@ token. Left out: streaming of datasets that do not fit in memory, and packing (t
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
 import os
@@ -41,6 +40,7 @@ import torch
 from tqdm import tqdm
 
 from datasets_prep import encoding, report
+from datasets_prep.destination import check_own, read_object, replacing
 from datasets_prep.encoding import STAGES, Dropped, Encoder, Example
 from datasets_prep.hub import push
 from datasets_prep.reading import Source
@@ -55,13 +55,10 @@ from lightrlhf.data.chat import TEMPLATE_ERRORS, declare_ends
 from lightrlhf.data.splits import SPLITS
 from lightrlhf.data.tokens import adds_bos, check_end_token, encode_prompt
 from lightrlhf.gguf.files import from_gguf
-from lightrlhf.storage.checkpoint import save_pickled, sealed_files
+from lightrlhf.storage.checkpoint import save_pickled
 from lightrlhf.storage.destinations import check_destination
 from lightrlhf.storage.jsonl import Row
 from lightrlhf.storage.locks import lock_folder
-from lightrlhf.storage.seals import seal
-from lightrlhf.storage.temporary import remove, temporary_path
-from lightrlhf.storage.writing import make_folder, sync_folder, writing
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -78,7 +75,6 @@ PLAIN_TEMPLATE = (
     "{% endfor %}{% if add_generation_prompt %}{{ '\\n\\nAssistant:' }}{% endif %}"
 )
 # between stages in one folder
-MUST_AGREE = ("dataset_name", "tokenizer_name", "chat_template", "seed", "split", "columns")
 
 
 def check_lengths(text: str, flag: str) -> None:
@@ -303,7 +299,7 @@ def prepare(
     wraps = args.wraps(tokenizer)
     tokenizer = complete(tokenizer, args.chat_template)
     destination = Path(args.destination_dir)
-    _check_destination(args, destination)
+    check_own(destination, args.stage, to_dict(args))
     if args.stage not in ("all", *stages):
         raise UsageError(f"--stage {args.stage}: this dataset supports {', '.join(stages)}")
     encoder = Encoder(args, tokenizer, Placement(args, stages, given, wraps), wraps)
@@ -317,8 +313,8 @@ def prepare(
         raise RunFailure(f"{odd.source}: {odd.reason}, or make it true or false everywhere; other rows have labels")
     if not any("train" in splits for splits in examples.values()):
         raise RunFailure(report.no_rows(args, examples, dropped))
-    replaced = _stored(destination / "args.json").get("dataset_name")
-    summary = report.summarise(args, examples, dropped, tokenizer, earlier=_stored(destination / "report.json"))
+    replaced = read_object(destination / "args.json").get("dataset_name")
+    summary = report.summarise(args, examples, dropped, tokenizer, earlier=read_object(destination / "report.json"))
     with replacing(destination, STAGES if args.stage == "all" else [args.stage]) as folder:
         for stage, splits in examples.items():
             for split, members in splits.items():
@@ -330,7 +326,7 @@ def prepare(
         text = example_prompt if isinstance(example_prompt, str) else tokenizer.decode(ids)
         save_pickled(folder / "example_prompt.pt", {"prompt": text, "input_ids": ids, "attention_mask": [1] * len(ids)})
         if args.save_skipped_examples:
-            _write_skipped(folder / f"skipped_{args.stage}.jsonl", dropped)
+            report.write_skipped(folder / f"skipped_{args.stage}.jsonl", dropped)
         report.write(folder, summary)
         stored = to_dict(args) | {"judge": judge, "reward": reward, "versions": report.versions()}
         (folder / "args.json").write_text(json.dumps(stored, indent=2) + "\n", encoding="utf-8")
@@ -445,83 +441,3 @@ def table(stage: str, examples: list[Example], mask_prompt: bool) -> list[dict[s
 def _views(arrays: list[np.ndarray]) -> tuple[torch.Tensor, ...]:
     whole = torch.from_numpy(np.concatenate(arrays))  # (sum of lengths,) int32
     return whole.split([len(array) for array in arrays])
-
-
-@contextmanager
-def replacing(destination: Path, stages: Iterable[str]) -> Iterator[Path]:
-    """Yield a temporary folder; on success its files replace those of `destination`, on an error it is removed.
-
-    Older splits of `stages` that were not written again are removed. All files are fsynced before any is renamed, so
-    `destination` never contains a partial file; the seal is among them, so files of two preparations are noticed.
-    Raises: RunFailure when any of it cannot be written, with what is left.
-    """
-    folder: Path | None = None
-    renamed = 0
-
-    def left() -> str:
-        words = [f"{destination} now has {renamed} new files among older ones, prepare it again"] if renamed else []
-        return "; ".join(words + ([f"{folder} is left, remove it"] if folder and folder.exists() else []))
-
-    with writing(f"--destination_dir {destination}", kept=left):
-        try:
-            make_folder(destination)
-            folder = temporary_path(destination / "prepared")
-            folder.mkdir()
-            yield folder
-            written = sealed_files(folder)
-            stale = {f"{stage}_{split}.pt" for stage in stages for split in SPLITS} - {*written}
-            seal(folder, [*written, *stale], before=destination)
-            files = sorted(file for file in folder.rglob("*") if file.is_file())
-            for file in files:
-                with file.open("rb") as handle:
-                    os.fsync(handle.fileno())
-            for file in files:
-                target = destination / file.relative_to(folder)
-                target.parent.mkdir(exist_ok=True)
-                os.replace(file, target)
-                renamed += 1
-            for name in stale:
-                (destination / name).unlink(missing_ok=True)
-            for changed in {destination / file.relative_to(folder).parent for file in files}:
-                sync_folder(changed)
-            sync_folder(destination)
-        finally:
-            if folder:
-                remove(folder)
-
-
-def _check_destination(args: PrepareArgs, destination: Path) -> None:
-    """Refuse a file, a folder with other files, or one with stages of other data, tokenizer, seed or shares."""
-    if destination.exists() and not destination.is_dir():
-        raise UsageError(f"--destination_dir {destination} is a file; name a folder")
-    before = _stored(destination / "args.json")
-    splits = [f"{stage}_{split}.pt" for stage in STAGES for split in SPLITS]
-    others = [name for name in ("args.json", *splits) if (destination / name).exists()]
-    if others and "destination_dir" not in before:
-        raise UsageError(f"--destination_dir {destination} holds {others[0]} of another program; name another folder")
-    if args.stage == "all" or not before:
-        return
-    now = to_dict(args)
-    for name in MUST_AGREE:
-        if before.get(name) != now.get(name):
-            raise UsageError(
-                f"--destination_dir {destination} contains data prepared with --{name} {before.get(name)}, "
-                f"not {now.get(name)}; use the same value or another folder"
-            )
-
-
-def _stored(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, RecursionError) as problem:
-        raise UsageError(f"{path} cannot be read ({problem}); use another --destination_dir") from None
-    if not isinstance(found, dict):
-        raise UsageError(f"{path} is no JSON object; use another --destination_dir")
-    return found
-
-
-def _write_skipped(path: Path, dropped: list[Dropped]) -> None:
-    lines = (json.dumps(dataclasses.asdict(row), default=str) + "\n" for row in dropped)
-    path.write_text("".join(lines), encoding="utf-8")

@@ -4,7 +4,7 @@
 |---|---|
 | `.jsonl`, `.json` (one object a line, one array of objects, or `{"data": [...]}`) | Python's `json` |
 | `.csv`, `.tsv` (every cell stays text) | Python's `csv` |
-| `.parquet`, `.arrow`, folders of `save_to_disk`, hub ids | `datasets` |
+| `.parquet`, `.arrow`, folders of `save_to_disk`, hub ids | `datasets`, see `tables` |
 
 Text files may be gzipped (`.gz`). They are not read by `datasets`, because its readers change values without a word:
 from JSON, "2024-05-01" becomes a timestamp and 1 becomes 1.0 beside 1.5; from CSV, 007 becomes 7, NA becomes null, and
@@ -14,11 +14,10 @@ cells) is refused with its name and the line, and text files are read to their e
 line of JSON lines and a row of too many or too few cells may be skipped; after other damage nothing can be trusted. The
 contents of rows are checked later, row by row.
 
-Arrow gives each of its structs every key that occurs in any row, null where the row has none: such nulls inside a
-column are left out, so that a message or the arguments of a tool call have the keys that were written. Those in JSON
-that was written from a table are found by their contents (`nulls`).
+Nulls with which a table fills its structs are left out (`tables`); those in JSON that was written from a table are
+found by their contents (`nulls`).
 
-Left out: the type inference of hub datasets that are JSON or CSV files (download those and name the folder), `.txt`.
+Left out: `.txt`.
 """
 
 from __future__ import annotations
@@ -39,7 +38,8 @@ from itertools import islice
 from pathlib import Path
 from typing import IO, Any, cast
 
-from lightrlhf.cli.errors import RunFailure, UsageError, first_line
+from datasets_prep.tables import read_hub, read_saved, read_table, repeated
+from lightrlhf.cli.errors import RunFailure, UsageError
 
 TEXT = (".jsonl", ".json", ".csv", ".tsv")
 SUFFIXES = (*TEXT, *(f"{suffix}.gz" for suffix in TEXT), ".parquet", ".arrow")
@@ -49,7 +49,6 @@ SPLIT_NAMES = {"train": "train", "validation": "validation", "valid": "validatio
     "test": "test",
 }
 NO_ROWS = ("dataset_info.json", "state.json", "dataset_infos.json", "dataset_dict.json")  # of `datasets` itself
-CHUNK = 1000  # rows of a parquet or arrow file at a time
 PIECE = 1 << 20  # characters of a JSON array at a time
 DATA = re.compile(rb'\{\s*"data"\s*:\s*\[\s*[{\]]')
 
@@ -102,7 +101,8 @@ class Source:
         elif name.endswith(SUFFIXES) or name.startswith((".", "/", "~")):
             raise UsageError(f"--dataset_name {name}: no such file or folder")
         else:
-            self._parts = _hub_parts(name, config, revision)
+            from_hub = read_hub(name, config, revision)
+            self._parts = [(SPLIT_NAMES.get(split.split("_")[0], "train"), rows) for split, rows in from_hub]
         splits = {split for split, _ in self._parts}
         alone = len(splits) == 1
         self._parts = [(None if alone else split, read) for split, read in self._parts]
@@ -154,9 +154,9 @@ def _split_of(file: Path, root: Path) -> str | None:
 
 def _read(file: Path, skip_bad_lines: bool | None) -> Rows:
     if file.is_dir():
-        return _read_saved(file)
+        return read_saved(file)
     if file.name.endswith((".parquet", ".arrow")):
-        return _read_tables(file)
+        return read_table(file)
     parse = _csv_rows if file.name.removesuffix(".gz").endswith((".csv", ".tsv")) else _json_rows
     return _read_text(file, parse, skip_bad_lines)
 
@@ -300,12 +300,8 @@ def _object(values: Any, expected: str, line: int) -> dict[str, Any]:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values = dict(pairs)
     if len(values) < len(pairs):
-        raise _BadLine(f"the key {_repeated([name for name, _ in pairs])!r} occurs twice")
+        raise _BadLine(f"the key {repeated([name for name, _ in pairs])!r} occurs twice")
     return values
-
-
-def _repeated(names: list[str]) -> str | None:
-    return next((name for name in names if names.count(name) > 1), None)
 
 
 def _not_utf8(start: int) -> str:
@@ -331,7 +327,7 @@ def _csv_rows(stream: IO[bytes], name: str) -> Parsed:
             return
         if names is None:
             names = cells
-            if (twice := _repeated(names)) is not None:
+            if (twice := repeated(names)) is not None:
                 raise _BadLine(f"the column {twice!r} occurs twice", line)
         elif cells:
             if len(cells) == len(names):
@@ -353,112 +349,3 @@ def _decoded(stream: IO[bytes]) -> Iterator[str]:
 def _chain(first: str, rest: Iterable[str]) -> Iterator[str]:
     yield first
     yield from rest
-
-
-# -------------------------------------------------------------------------------------------------------------- arrow
-def _read_tables(file: Path) -> Rows:
-    """Rows of a parquet or arrow file, of which one batch is in memory."""
-    import pyarrow
-
-    number = 0
-    try:
-        for batch in _parquet_batches(file) if file.name.endswith(".parquet") else _arrow_batches(file):
-            for values in _decode(pyarrow.Table.from_batches([batch])):
-                number += 1
-                yield f"{file}:{number}", values
-    except (pyarrow.ArrowException, OSError, ValueError) as problem:
-        kind = file.suffix.removeprefix(".")
-        raise RunFailure(f"{file}: not a readable {kind} file, after row {number} ({first_line(problem)})") from None
-
-
-def _parquet_batches(file: Path) -> Iterator[Any]:
-    import pyarrow.parquet
-
-    with pyarrow.parquet.ParquetFile(file) as table:
-        yield from table.iter_batches(batch_size=CHUNK)
-
-
-def _arrow_batches(file: Path) -> Iterator[Any]:
-    import pyarrow
-
-    _check_arrow_end(file)
-    with pyarrow.memory_map(str(file)) as memory:
-        try:
-            batches: Any = pyarrow.ipc.open_stream(memory)
-        except pyarrow.ArrowInvalid:  # the other of arrow's two formats
-            opened = pyarrow.ipc.open_file(memory)
-            batches = (opened.get_batch(index) for index in range(opened.num_record_batches))
-        for batch in batches:
-            batch.validate(full=True)
-            yield from (batch.slice(start, CHUNK) for start in range(0, len(batch), CHUNK))
-
-
-def _check_arrow_end(file: Path) -> None:
-    """Raises: ValueError for a file cut short, of which pyarrow reads the batches before the cut without a word."""
-    with file.open("rb") as stream:
-        stream.seek(max(file.stat().st_size - 8, 0))
-        end = stream.read()
-    if end != b"\xff\xff\xff\xff\0\0\0\0" and not end.endswith(b"ARROW1"):
-        raise ValueError("it has no end mark, so it is truncated")
-
-
-def _read_saved(folder: Path) -> Rows:
-    """Rows of a folder written by `Dataset.save_to_disk`."""
-    import datasets
-    import pyarrow
-
-    number = 0
-    try:
-        rows = datasets.load_from_disk(str(folder))
-        for file in rows.cache_files:
-            _check_arrow_end(Path(file["filename"]))
-        for values in _present(rows):
-            number += 1
-            yield f"{folder}:{number}", values
-    except (pyarrow.ArrowException, OSError, ValueError, KeyError, TypeError) as problem:
-        raise RunFailure(
-            f"{folder}: not a readable folder of save_to_disk, after row {number} ({first_line(problem)})"
-        ) from None
-
-
-def _decode(table: Any) -> Iterator[dict[str, Any]]:
-    """Rows of an arrow table, decoded as its types for `datasets` say."""
-    import datasets
-
-    if (twice := _repeated(table.column_names)) is not None:
-        raise ValueError(f"the column {twice!r} occurs twice")
-    return _present(datasets.Dataset(datasets.table.InMemoryTable(table), fingerprint="unused"))
-
-
-def _present(rows: Any) -> Iterator[dict[str, Any]]:
-    """Rows of a `datasets.Dataset` without the nulls that fill its structs."""
-    features = rows.features
-    for values in rows:
-        yield {name: _without_fill(value, features[name]) for name, value in values.items()}
-
-
-def _without_fill(value: Any, feature: Any) -> Any:
-    if isinstance(feature, dict) and isinstance(value, dict):
-        return {name: _without_fill(inner, feature[name]) for name, inner in value.items() if inner is not None}
-    if isinstance(value, list) and (inside := getattr(feature, "feature", None)) is not None:
-        return [_without_fill(inner, inside) for inner in value]
-    return value
-
-
-# ---------------------------------------------------------------------------------------------------------------- hub
-def _hub_parts(name: str, config: str | None, revision: str | None) -> list[tuple[str | None, Callable[[], Rows]]]:
-    import datasets
-
-    try:
-        splits = datasets.load_dataset(name, config, revision=revision)
-    except Exception as problem:  # the hub client, its network library and the builder raise errors of their own
-        raise UsageError(
-            f"--dataset_name {name}: no such file or folder, and loading it from the hub failed ({first_line(problem)})"
-        ) from None
-    known = {split: SPLIT_NAMES.get(split.split("_")[0], "train") for split in splits}
-    return [(known[split], partial(_read_hub, f"{name}/{split}", splits[split])) for split in splits]
-
-
-def _read_hub(name: str, rows: Any) -> Rows:
-    for index, values in enumerate(_present(rows)):
-        yield f"{name}:{index}", values

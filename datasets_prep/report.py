@@ -6,6 +6,7 @@ even if the torch version, the clock or `num_proc` change the bytes on disk.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import platform
@@ -336,3 +337,9 @@ def _show_reasons(summary: dict[str, Any]) -> None:
     for name, file in summary["files"].items():
         if len(file.get("labels", "ab")) == 1 and name.endswith("_train"):
             print(f"  warning: all rows of {name} have the label {next(iter(file['labels']))}; kto and bco need both")
+
+
+def write_skipped(path: Path, dropped: list[Dropped]) -> None:
+    """Write the rows that were dropped, with their reasons, as JSON lines."""
+    lines = (json.dumps(dataclasses.asdict(row), default=str) + "\n" for row in dropped)
+    path.write_text("".join(lines), encoding="utf-8")

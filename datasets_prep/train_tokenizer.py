@@ -17,7 +17,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from datasets_prep.common import replacing
+from datasets_prep.destination import replacing
 from datasets_prep.reading import Source
 from lightrlhf.cli.errors import RunFailure, UsageError, one_line_errors
 from lightrlhf.cli.fields import Args, at_least

@@ -29,19 +29,12 @@ from lightrlhf.cli.parser import parse
 from lightrlhf.data.batch import dialogue_pair_batch, mix_seed
 from lightrlhf.data.rows import Splits
 from lightrlhf.data.splits import check_vocabulary
-from lightrlhf.generation import dialogue_pairs
+from lightrlhf.generation import dialogue_pairs, samplers, users
 from lightrlhf.generation import dialogues as talks
 from lightrlhf.generation.dialogues import Dialogue, DialogueArgs, User
-from lightrlhf.generation.samplers import ServedSampler
-from lightrlhf.generation.users import recorded_user
-from lightrlhf.maths.float64 import to_float64
-from lightrlhf.maths.ops import whiten
-from lightrlhf.models.given import load_start
-from lightrlhf.models.roles import Policy, vocabulary_size
-from lightrlhf.models.sharding import unsharded
-from lightrlhf.rewards.functions import RewardFunctions
-from lightrlhf.rewards.loading import load_rewards
-from lightrlhf.rewards.scorers import GroupScorer
+from lightrlhf.maths import float64, ops
+from lightrlhf.models import given, roles, sharding
+from lightrlhf.rewards import functions, loading, scorers
 from lightrlhf.training import reference as scoring
 from lightrlhf.training import rollout_log
 from lightrlhf.training.run import Metrics, OnStep, Run
@@ -81,7 +74,7 @@ def train(
     tokenizer: PreTrainedTokenizerBase | None = None,
     dialogues: Mapping[str, Sequence[Dialogue]] | None = None,
     user: User | None = None,
-    reward: RewardFunctions | None = None,
+    reward: functions.RewardFunctions | None = None,
     on_step: OnStep | None = None,
 ) -> Path:
     """Train by online REFUEL; returns the experiment dir. Objects given here replace what the flags would load.
@@ -92,27 +85,24 @@ def train(
     `StopTraining`.
     Raises: UsageError for invalid input, RunFailure when the run fails.
     """
-    given = {"policy": policy, "tokenizer": tokenizer, "dialogues": dialogues, "user": user, "reward": reward}
-    run, start = begin(
-        args, OnlineRefuelArgs, "online_refuel", load_splits, load_start, check_dialogues, given, on_step
-    )
+    objects = {"policy": policy, "tokenizer": tokenizer, "dialogues": dialogues, "user": user, "reward": reward}
+    load = (load_splits, given.load_start, check_dialogues)
+    run, start = begin(args, OnlineRefuelArgs, "online_refuel", *load, objects, on_step)
     pad_id = start.tokenizer.pad_token_id
     rows = with_room(run, start.policy, start.rows)
     held_out = with_room(run, start.policy, start.held_out)[: args.eval_dialogues]
     run.order.name_rows("dialogues")
     reference = run.freeze(start.policy.reference())
     settings = (args, run.device, args.rollout_mini_batch_size, reward)
-    scorer = load_rewards(*settings, wrap_prompts=args.rm_chat_template, grouped=True).of_groups
-    num_steps, num_parts = (
-        run.order.num_steps(rows, args.rollout_size),
-        math.ceil(args.rollout_size / args.mini_batch_size),
-    )
+    scorer = loading.load_rewards(*settings, wrap_prompts=args.rm_chat_template, grouped=True).of_groups
+    num_steps = run.order.num_steps(rows, args.rollout_size)
+    num_parts = math.ceil(args.rollout_size / args.mini_batch_size)  # mini-batches of an epoch
     model = run.setup("policy", start.policy, args.learning_rate, num_steps * args.ppo_epochs * num_parts)
-    served = ServedSampler(args, start.policy, start.tokenizer, run) if args.rollout_server else None
-    sampler = DialogueSampler(run, model, user or recorded_user, start.tokenizer, served)
+    served = samplers.ServedSampler(args, start.policy, start.tokenizer, run) if args.rollout_server else None
+    sampler = DialogueSampler(run, model, user or users.recorded_user, start.tokenizer, served)
     run.keep(start.policy, start.tokenizer)
 
-    def measure() -> Metrics:
+    def measure() -> Metrics:  # `pairs` are the last step's
         refuel.log_replies(run, start.policy, pairs.rows[:2], start.tokenizer, "train")
         return evaluate(run, sampler, scorer, held_out)
 
@@ -120,13 +110,12 @@ def train(
         drawn = run.order.draw(len(rows), step, args.rollout_size)
         mine = [rows[i] for i in run.ranks.shard(drawn)]
         with run.phase("rollout", [row.index for row in mine]):
-            pairs, metrics = make_pairs(run, sampler, reference, scorer, mine)
+            pairs, metrics = make_pairs(run, sampler, reference, scorer, mine)  # R and S_old of two continuations each
         with run.phase("update"):
-            parts = min(num_parts, len(drawn) // run.ranks.world_size)  # equally many on each rank
+            parts = min(num_parts, len(drawn) // run.ranks.world_size)  # as many on each rank
             for epoch in range(args.ppo_epochs):
-                order = torch.randperm(
-                    len(pairs.rows), generator=run.ranks.generator(step, epoch, run.ranks.rank)
-                ).tolist()
+                generator = run.ranks.generator(step, epoch, run.ranks.rank)
+                order = torch.randperm(len(pairs.rows), generator=generator).tolist()
                 for part in range(parts):
                     index = order[len(order) * part // parts : len(order) * (part + 1) // parts]
                     metrics |= refuel.train_step(run, model, pairs.select(index), pad_id)
@@ -136,22 +125,22 @@ def train(
 
 # ------------------------------------------------------------------------------------------------------------ data
 def load_splits(
-    args: OnlineRefuelArgs, given: Mapping[str, Sequence[Dialogue]] | None, tokenizer: PreTrainedTokenizerBase
+    args: OnlineRefuelArgs, dialogues: Mapping[str, Sequence[Dialogue]] | None, tokenizer: PreTrainedTokenizerBase
 ) -> Splits[Dialogue]:
     """The dialogues of both splits, given ones or `--data_dir`'s, with the same columns."""
-    if given is None:
+    if dialogues is None:
         splits = ("train", "validation") if args.eval_dialogues and args.eval_interval else ("train",)
-        given = {split: talks.load_dialogues(args.data_dir, split, args.verify) for split in splits}
-    rows = talks.share_columns(given)
+        dialogues = {split: talks.load_dialogues(args.data_dir, split, args.verify) for split in splits}
+    rows = talks.share_columns(dialogues)
     return Splits([rows["train"]], rows.get("validation", []))
 
 
-def check_dialogues(args: OnlineRefuelArgs, policy: Policy, rows: Sequence[Dialogue]) -> None:
+def check_dialogues(args: OnlineRefuelArgs, policy: roles.Policy, rows: Sequence[Dialogue]) -> None:
     """Raises: UsageError when the model has no embedding for a token of the dialogues."""
-    check_vocabulary([{"input_ids": row.input_ids} for row in rows], vocabulary_size(policy), args.data_dir)
+    check_vocabulary([{"input_ids": row.input_ids} for row in rows], roles.vocabulary_size(policy), args.data_dir)
 
 
-def with_room(run: Run[OnlineRefuelArgs], policy: Policy, rows: Sequence[Dialogue]) -> list[Dialogue]:
+def with_room(run: Run[OnlineRefuelArgs], policy: roles.Policy, rows: Sequence[Dialogue]) -> list[Dialogue]:
     """The dialogues that fit into the model's positions and `--total_length` with turns of maximal length.
 
     Raises: UsageError when none of them does.
@@ -183,13 +172,13 @@ class DialogueSampler:
     model: nn.Module
     user: User
     tokenizer: PreTrainedTokenizerBase
-    served: ServedSampler | None
+    served: samplers.ServedSampler | None
 
     def roll_out(self, starts: Sequence[Dialogue], ends: Sequence[int], key: int) -> list[Dialogue]:
         """Continue dialogues of this rank to `ends` assistant turns each; key: of the noise, besides the run's seed."""
         args = self.run.args
         policy: Any = getattr(self.model, "module", self.model)
-        with unsharded(policy) if self.served is None else nullcontext():
+        with sharding.unsharded(policy) if self.served is None else nullcontext():
             seed, slots = mix_seed(args.seed, key), args.rollout_mini_batch_size
             return talks.roll_out(policy, self.tokenizer, starts, ends, self.user, args, seed, slots, self.served)
 
@@ -198,7 +187,7 @@ def make_pairs(
     run: Run[OnlineRefuelArgs],
     sampler: DialogueSampler,
     reference: nn.Module,
-    scorer: GroupScorer,
+    scorer: scorers.GroupScorer,
     rows: Sequence[Dialogue],
 ) -> tuple[refuel.Pairs, Metrics]:
     """A pair from each dialogue of this rank, and metrics over all ranks.
@@ -215,27 +204,28 @@ def make_pairs(
     scores = [args.penalty_reward_value if is_cut else score for is_cut, score in zip(truncated, scores)]
     pair_rows = [dialogue_pairs.turn_row(one, two, h) | {"row": one.index} for one, two, h in zip(*sides, turns)]
     width = max((len(row[f"{side}_action_mask"]) for row in pair_rows for side in refuel.SIDES), default=0)
-    by_token, ref_by_token = torch.zeros(2, 2, len(rows), width, device=device)  # (2, B, T-1) each
+    logprobs, ref_logprobs = torch.zeros(2, 2, len(rows), width, device=device)  # (2, B, T-1) each
     collate = partial(dialogue_pair_batch, pad_id=sampler.tokenizer.pad_token_id)
     settings = (pair_rows, collate, 2, args.temperature)
-    old = scoring.score_shard(run, sampler.model, *settings, by_token)  # (2, B)
-    kl = old - scoring.score_shard(run, reference, *settings, ref_by_token)  # (2, B)
-    log_sides(run, sampler.tokenizer, turns, sides, scores, by_token - ref_by_token)
-    given = torch.tensor([math.nan if score is None else score for score in scores], device=device).reshape(2, -1)
-    valid = given.isfinite().all(0).expand_as(given)  # (2, B)
-    rewards = torch.where(valid, given - args.init_kl_coeff * kl, 0.0)
+    old_logps = scoring.score_shard(run, sampler.model, *settings, logprobs)  # (2, B)
+    kl = old_logps - scoring.score_shard(run, reference, *settings, ref_logprobs)  # (2, B)
+    log_sides(run, sampler.tokenizer, turns, sides, scores, logprobs - ref_logprobs)
+    score = torch.tensor([math.nan if score is None else score for score in scores], device=device).reshape(2, -1)
+    valid = score.isfinite().all(0).expand_as(score)  # (2, B): both sides of the pair have a score
+    rewards = torch.where(valid, score - args.init_kl_coeff * kl, 0.0)
     if args.whiten_rewards:
-        rewards = whiten(rewards, valid, sum_over_ranks=run.ranks.sum)
-    sums = to_float64(torch.stack([valid.sum(), torch.where(valid, given, 0.0).sum(), rewards.sum(), kl.sum()]))
+        rewards = ops.whiten(rewards, valid, sum_over_ranks=run.ranks.sum)
+    sums = float64.to_float64(torch.stack([valid.sum(), torch.where(valid, score, 0.0).sum(), rewards.sum(), kl.sum()]))
     tokens = sum(int(row[f"{side}_action_mask"].sum()) for row in pair_rows for side in refuel.SIDES)
     counts = torch.tensor([kl.numel(), sum(truncated), tokens], device=sums.device)
-    num_valid, score, reward, ratio, num_sides, num_cut, num_tokens = run.ranks.sum(torch.cat([sums, counts])).tolist()
+    totals = run.ranks.sum(torch.cat([sums, counts])).tolist()
+    num_valid, score_sum, reward_sum, kl_sum, num_sides, num_cut, num_tokens = totals
     served = {} if sampler.served is None else sampler.served.metrics
     gap = {name: served[name] for name in GAP if name in served}
-    return refuel.Pairs(pair_rows, rewards, old), gap | {
-        "objective/score": score / num_valid if num_valid else math.nan,
-        "objective/reward": reward / num_valid if num_valid else math.nan,
-        "objective/kl": ratio / num_sides,
+    return refuel.Pairs(pair_rows, rewards, old_logps), gap | {
+        "objective/score": score_sum / num_valid if num_valid else math.nan,
+        "objective/reward": reward_sum / num_valid if num_valid else math.nan,
+        "objective/kl": kl_sum / num_sides,
         "objective/valid_ratio": num_valid / num_sides,
         "completions/truncated_ratio": num_cut / num_sides,
         "completions/mean_length": num_tokens / num_sides,
@@ -265,13 +255,13 @@ def log_sides(
         rollout_log.append_rollouts(run, rows)
 
 
-def score_dialogues(scorer: GroupScorer, dialogues: Sequence[Dialogue]) -> list[float | None]:
+def score_dialogues(scorer: scorers.GroupScorer, dialogues: Sequence[Dialogue]) -> list[float | None]:
     """The score of each whole dialogue."""
     return [score for (score,) in scorer([[talks.sample_of(row, row.num_turns - 1)] for row in dialogues])]
 
 
 def evaluate(
-    run: Run[OnlineRefuelArgs], sampler: DialogueSampler, scorer: GroupScorer, rows: Sequence[Dialogue]
+    run: Run[OnlineRefuelArgs], sampler: DialogueSampler, scorer: scorers.GroupScorer, rows: Sequence[Dialogue]
 ) -> Metrics:
     """Mean score of held-out dialogues rolled out from their openings, with the same noise in each evaluation.
 

@@ -33,6 +33,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from datasets_prep.apps.known_names import names_in
 from lightrlhf.cli.errors import RunFailure
 
 CHILD = Path(__file__).with_name("sandbox_child.py")
@@ -76,6 +77,7 @@ def run_program(
     """
     job = {
         "program": program,
+        "names": names_in(program),
         "function": function,
         "arguments": arguments or [],
         "limits": asdict(limits),

@@ -90,24 +90,6 @@ MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column abo
 NEW_MOUNT, NEW_USER, NEW_NETWORK_IPC = 0x00020000, 0x10000000, 0x40000000 | 0x08000000
 NOBODY = 65534
 
-# Names that APPS's own harness defines in front of every program (github.com/hendrycks/apps, eval/testing_util.py),
-# and others that solutions of such problems use without importing them; bound where a program has the word.
-MODULES = "bisect collections copy datetime fractions functools heapq itertools math random re string sys time typing"
-NAMES = {
-    "bisect": "bisect_left bisect_right insort insort_left insort_right",
-    "collections": "ChainMap Counter OrderedDict defaultdict deque namedtuple",
-    "copy": "deepcopy",
-    "fractions": "Fraction",
-    "functools": "cache cmp_to_key lru_cache partial reduce",
-    "heapq": "heapify heappop heappush heappushpop heapreplace merge nlargest nsmallest",
-    "itertools": "accumulate chain combinations combinations_with_replacement count cycle groupby islice permutations "
-    "product zip_longest",
-    "math": "ceil comb cos exp fabs factorial floor gcd hypot inf isqrt log log10 log2 pi sin sqrt tan",
-    "string": "ascii_letters ascii_lowercase ascii_uppercase digits",
-    "typing": "Any Callable DefaultDict Deque Dict FrozenSet Generator Iterable Iterator List NamedTuple Optional "
-    "Sequence Set Tuple Type TypeVar Union",
-}
-
 libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -364,18 +346,10 @@ def call_filter(column, architecture):
     return b"".join(lines)
 
 
-def known_names(program):
-    """The names of `MODULES` and `NAMES` that are words of `program`, imported."""
-    words = set(re.findall(r"\w+", program))
-    names = {name: importlib.import_module(name) for name in words.intersection(MODULES.split())}
-    for module, members in NAMES.items():
-        names |= {name: getattr(importlib.import_module(module), name) for name in words.intersection(members.split())}
-    if re.search(r"\bnp\.", program):
-        try:
-            names["np"] = importlib.import_module("numpy")
-        except ModuleNotFoundError:  # not everyone has it
-            pass
-    return names
+def import_names(wanted):
+    """Names, each with the module that it stands for, or the member of one."""
+    modules = {module: importlib.import_module(module) for _, module, _ in wanted}
+    return {name: getattr(modules[module], member) if member else modules[module] for name, module, member in wanted}
 
 
 def plain(value):
@@ -447,7 +421,7 @@ def main():
     name = job["function"]
     # a module of its own: the program finds neither this one's names nor, when its function is called, its own `main`
     module = types.ModuleType("__main__" if name is None else "solution")
-    vars(module).update(known_names(job["program"]))
+    vars(module).update(import_names(job["names"]))
     if name is None:
         vars(module).update(stdin=sys.stdin, stdout=sys.stdout)  # as APPS's harness has it
     sys.modules[module.__name__] = module

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from datasets_prep.cafe.tokenizer import PROMPT, train_tokenizer
 from datasets_prep.cafe.world import MIXTURE, corrupted, good_plan, orders, random_answer, replaced_words, request
-from datasets_prep.common import replacing
+from datasets_prep.destination import replacing
 from lightrlhf.cli.errors import one_line_errors
 from lightrlhf.cli.fields import Args, at_least, positive, random_seed
 from lightrlhf.cli.parser import parse

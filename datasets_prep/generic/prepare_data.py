@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
+from datasets_prep.columns import check_columns, parse_columns
 from datasets_prep.common import PrepareArgs, load_tokenizer, prepare, rows_of, source_of
-from datasets_prep.formats import check_columns, parse_columns, to_row
+from datasets_prep.formats import to_row
 from lightrlhf.cli.errors import one_line_errors
 from lightrlhf.cli.fields import flag
 from lightrlhf.cli.lists import pairs

@@ -34,7 +34,8 @@ from typing import Any, Literal
 import torch
 from tqdm import tqdm
 
-from datasets_prep.common import PrepareArgs, load_tokenizer, prepare, replacing
+from datasets_prep.common import PrepareArgs, load_tokenizer, prepare
+from datasets_prep.destination import replacing
 from datasets_prep.encoding import Dropped
 from datasets_prep.text_envs.reflections import generated_comments, key_of, request
 from datasets_prep.text_envs.walks import Example, Kind, Walker, read_example

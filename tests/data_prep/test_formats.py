@@ -20,9 +20,10 @@ import pytest
 from helpers.data import chatml_like
 from helpers.errors import error_naming
 
+from datasets_prep.columns import check_columns, parse_columns
 from datasets_prep.common import rows_of
 from datasets_prep.encoding import Dropped
-from datasets_prep.formats import check_columns, parse_columns, to_row
+from datasets_prep.formats import to_row
 from datasets_prep.generic import prepare_data as generic
 from datasets_prep.reading import Source
 from datasets_prep.turns import BadRow

@@ -382,7 +382,7 @@ def test_failures_of_the_machinery_are_not_scored(case, monkeypatch, tmp_path, f
         "Landlock fails": ("    checked(libc.syscall(446, ruleset, 0))", "    raise OSError(12, 'no memory')"),
         "seccomp fails": ("    code = ctypes.create_string_buffer(", "    raise OSError(12, 'no memory')\n    code = ctypes.create_string_buffer("),
         "threads fail": ("def limit_threads(wanted, counted_apart):", "def limit_threads(wanted, counted_apart):\n    raise OSError(11, 'again')"),
-        "import fails": ("def known_names(program):", "def known_names(program):\n    raise ImportError('no numpy')"),
+        "import fails": ("def import_names(wanted):", "def import_names(wanted):\n    raise ImportError('no numpy')"),
         "capabilities fail": ("def drop_capabilities():", "def drop_capabilities():\n    raise OSError(22, 'odd')"),
         "limits fail": ("def limit_resources(limits):", "def limit_resources(limits):\n    raise ValueError('odd')"),
     }  # fmt: skip

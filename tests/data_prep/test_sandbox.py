@@ -425,7 +425,7 @@ def cheats() -> dict[str, tuple[str, str]]:
             CALL,
             f"import builtins, decimal, json, math, operator, os, re, sys, types\ndef f(x): return x\ntry: {target} = lambda *a, **k: True\nexcept Exception: pass",
         )
-    for name in ("plain", "run_function", "given_keys", "known_names", "checked", "json", "os"):
+    for name in ("plain", "run_function", "given_keys", "import_names", "checked", "json", "os"):
         code = f"import gc, types\ndef f(x): return 7\nfor g in gc.get_objects():\n if isinstance(g, types.FunctionType) and g.__name__ == 'plain': g.__globals__['{name}'] = lambda *a: True"
         found[f"replaced the child's {name}"] = (CALL, code)
     for module in (
