@@ -19,6 +19,7 @@ from typing import Any
 
 import lightrlhf
 from lightrlhf.cli.errors import UsageError, one_line_errors
+from lightrlhf.cli.names import OTHER_PROGRAMS
 from lightrlhf.programs import PROGRAMS, TOOLS, TRAINING, Program
 
 SHELLS = ("bash", "zsh", "tcsh")
@@ -30,9 +31,11 @@ def main(argv: list[str] | None = None) -> Any:
     """Run the program that the first word names with the other words; returns what its `main` returns."""
     words = sys.argv[1:] if argv is None else argv
     first, rest = (words[0], words[1:]) if words else ("--help", [])
-    if first in ("--help", "-h"):
+    if first == "help" and rest:
+        first, rest = rest[0], ["--help"]
+    if first in ("--help", "-h", "--help_all", "help"):
         return print(overview(), end="")
-    if first == "--version":
+    if first in ("--version", "-V", "version"):
         return print(f"lightrlhf {lightrlhf.__version__}")
     if first.partition("=")[0] == "--completion":
         return print(completion(first.partition("=")[2] or next(iter(rest), "")))
@@ -41,10 +44,13 @@ def main(argv: list[str] | None = None) -> Any:
 
 def program(word: str) -> Any:
     """`main` of a program; `online-dpo` names it as `online_dpo` does. Raises: UsageError naming the nearest one."""
-    name = word.replace("-", "_")
+    name = word.lower().replace("-", "_")
     if name not in PROGRAMS:
+        if word.startswith("-"):
+            raise UsageError(f"{word} stands behind a program: lightrlhf PROGRAM {word}; lightrlhf --help lists all")
         nearest = difflib.get_close_matches(name, PROGRAMS, n=1)
-        raise UsageError(f"no program {word}; " + (f"did you mean {nearest[0]}?" if nearest else "--help lists all"))
+        hint = f"did you mean {nearest[0]}?" if nearest else "lightrlhf --help lists all"
+        raise UsageError(f"no program {word}; " + (f"use {OTHER_PROGRAMS[name]}" if name in OTHER_PROGRAMS else hint))
     return import_module(PROGRAMS[name].module).main
 
 

@@ -1,4 +1,4 @@
-"""Names that other libraries have for flags, and our answers: the contract of howto/migrating.md.
+"""Names that other libraries have for flags and programs, and our answers: the contract of howto/migrating.md.
 
 The libraries are SheepRL, MA-RLHF, RLHFlow's online RLHF, REFUEL and Reflect-RL, and the usual trainers: Hugging
 Face's, TRL and verl. A name is answered where it is typed and the program has no such flag, by the first of its
@@ -125,6 +125,31 @@ ANSWERS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("task_file", "repo_dir", "discretize_actions"), ("--env_options, as name=value",)),
     **dict.fromkeys(("sandbox_dir", "disable_alfworld"), ("environments read the tree in place",)),
     **dict.fromkeys(("map_size", "random_map", "is_slippery", "few_data", "easy"), (UNUSED,)),
+}
+
+PREPARE = "python -m datasets_prep.generic.prepare_data for a file of yours; howto/datasets.md lists data sets"
+OTHER_PROGRAMS = {  # what else a program is called
+    **dict.fromkeys(("prepare", "prepare_data", "data", "dataset", "datasets", "tokenize", "preprocess"), PREPARE),
+    **dict.fromkeys(("chat", "talk", "ui", "web", "webui", "gui", "interact"), "lightrlhf demo"),
+    **dict.fromkeys(
+        ("train", "run", "fit", "rlhf"), "lightrlhf with the name of an algorithm, such as sft, ppo or dpo"
+    ),
+    **dict.fromkeys(("finetune", "fine_tune", "ft", "supervised", "pretrain"), "lightrlhf sft"),
+    **dict.fromkeys(("reward", "reward_model", "reward_modeling", "reward_modelling"), "lightrlhf rm"),
+    **dict.fromkeys(("eval", "test", "benchmark", "score"), "lightrlhf evaluate"),
+    **dict.fromkeys(("infer", "inference", "predict", "sample", "complete"), "lightrlhf generate"),
+    **dict.fromkeys(("merge", "convert", "gguf", "ollama", "quantize"), "lightrlhf export"),
+    **dict.fromkeys(("api", "server", "vllm_serve"), "lightrlhf serve"),
+    **dict.fromkeys(("curves", "graph", "metrics"), "lightrlhf plot"),
+    **dict.fromkeys(("env", "info", "check", "gpu"), "lightrlhf doctor"),
+    **dict.fromkeys(("memory", "vram"), "lightrlhf estimate"),
+    **dict.fromkeys(("label", "rank"), "lightrlhf annotate"),
+    **dict.fromkeys(
+        ("rloo", "dr_grpo", "dapo", "gspo", "cispo", "reinforce"), "lightrlhf grpo, howto/algorithms/grpo.md"
+    ),
+    **dict.fromkeys(("ipo", "orpo", "simpo", "cpo"), "lightrlhf dpo --loss_type, howto/algorithms/dpo.md"),
+    "bco": "lightrlhf kto --loss_type bco",
+    "raft": "lightrlhf online_dpo --training_step raft",
 }
 
 VALUES = {

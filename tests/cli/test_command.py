@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+from importlib.util import find_spec
 
 import pytest
 from helpers import ROOT, environment, run_program
 
 import lightrlhf
 from lightrlhf import __main__ as command
+from lightrlhf.cli.names import OTHER_PROGRAMS
 from lightrlhf.programs import PROGRAMS
 
 
@@ -33,7 +35,11 @@ def test_words_after_the_program_are_its_flags_and_dashes_are_underscores(capsys
     ("words", "pins"),
     [
         (["pp0"], "no program pp0; did you mean ppo?"),
-        (["zebra"], "no program zebra; --help lists all"),
+        (["zebra"], "no program zebra; lightrlhf --help lists all"),
+        (["gprO"], "no program gprO; did you mean grpo?"),
+        (["chat"], "no program chat; use lightrlhf demo"),
+        (["help", "Fine-Tune"], "no program Fine-Tune; use lightrlhf sft"),
+        (["--dry_run"], "--dry_run stands behind a program: lightrlhf PROGRAM --dry_run; lightrlhf --help lists all"),
         (["--completion", "fish"], "--completion fish is not one of bash, zsh, tcsh"),
     ],
 )
@@ -41,6 +47,24 @@ def test_wrong_words_are_refused_in_a_line(words, pins, capsys):
     with pytest.raises(SystemExit) as stop:
         command.main(words)
     assert stop.value.code == 2 and capsys.readouterr().err == f"error: {pins}\n"
+
+
+def test_other_names_of_programs_lead_to_programs():
+    assert not OTHER_PROGRAMS.keys() & PROGRAMS.keys()
+    for answer in OTHER_PROGRAMS.values():
+        module = re.match(r"python -m (\S+)", answer)
+        named = re.match(r"lightrlhf (\w+)", answer)
+        assert (module and find_spec(module[1])) or (named and named[1] in {*PROGRAMS, "with"}), answer
+
+
+def test_help_of_a_program_is_its_own(capsys):
+    shown = []
+    for words in (["help", "doctor"], ["doctor", "--help"]):
+        with pytest.raises(SystemExit) as stop:
+            command.main(words)
+        assert stop.value.code == 0
+        shown.append(capsys.readouterr().out)
+    assert shown[0] == shown[1] and "--seconds" in shown[0]
 
 
 def test_the_command_is_what_its_programs_call_themselves():
