@@ -65,7 +65,7 @@ test-thorough: $(VENV)/.tested
 	$(PYTEST) -m "thorough and not attack" tests
 
 # The numeric tests with all kernels held to AVX2, on a processor with wider vectors.
-NUMERIC := maths models generation $(addprefix programs/test_,gguf_names.py sft.py rm.py dpo.py kto.py ppo.py grpo.py)
+NUMERIC := maths cpu models generation $(addprefix programs/test_,gguf_names.py sft.py rm.py dpo.py kto.py ppo.py grpo.py)
 test-avx2: export ATEN_CPU_CAPABILITY := avx2
 test-avx2: export ONEDNN_MAX_CPU_ISA := AVX2
 test-avx2: export MKL_ENABLE_INSTRUCTIONS := AVX2

@@ -18,9 +18,9 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.operators import model_of, training
-from lightrlhf.models.batched_attention import replace_attention, restore_attention
-from lightrlhf.models.heap import keep_freed_memory
-from lightrlhf.models.products import use_onednn
+from lightrlhf.cpu.attention import replace_attention, restore_attention
+from lightrlhf.cpu.heap import keep_freed_memory
+from lightrlhf.cpu.products import use_onednn
 
 SHAPES = (16, 4, 64), (8, 8, 128), (4, 4, 256), (4, 9, 256), (4, 8, 512), (1, 4, 1024)  # texts, heads, tokens
 STEPS = ("4M", 4, 256), ("4M", 16, 64), ("30M", 4, 256), ("30M", 8, 128)  # model, texts, tokens

@@ -31,7 +31,7 @@ from benchmarks.cases import LEARNING_RATE, Side
 from benchmarks.inputs import EOS, SIZES, make_tokenizer, write_models
 from benchmarks.roofline import shape_of
 from benchmarks.run import Worker, instructions
-from lightrlhf.models.products import use_onednn
+from lightrlhf.cpu import enable
 from lightrlhf.storage.checkpoint import write_text
 from lightrlhf.training.roofline import Ceilings, Shape, Work, forward, generate, measure_ceilings, update_work
 
@@ -208,7 +208,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--output_dir", default=str(RESULTS), help="folder of growth-KIND.json")
     args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)
-    use_onednn()
+    enable()
     file = Path(args.output_dir) / f"growth-{instructions()}.json"
     found = {"processor": instructions(), "threads": args.threads, "torch": torch.__version__, "turns": args.turns}
     found |= {"series": {}}

@@ -16,9 +16,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from lightrlhf.cpu import enable
 from lightrlhf.maths.head import CHECKPOINTED, head_logprobs, logit_rows
-from lightrlhf.models.heap import keep_freed_memory
-from lightrlhf.models.products import use_onednn
 
 TOKENS = 2048
 SIZES = {(256, 131072), (576, 49152)}  # width and vocabulary
@@ -49,8 +48,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    keep_freed_memory()
-    use_onednn()
+    enable()
     for width, vocabulary in sorted(SIZES):
         for trained in (True, False):
             torch.manual_seed(0)

@@ -27,10 +27,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.inputs import SIZES
 from lightrlhf.cli.groups import SamplingArgs
+from lightrlhf.cpu import enable
 from lightrlhf.generation.slots import Slots
-from lightrlhf.models.batched_attention import use_batched_attention
-from lightrlhf.models.heap import keep_freed_memory
-from lightrlhf.models.products import use_onednn
 from lightrlhf.models.roles import Policy
 from lightrlhf.training.roofline import Ceilings, measure_ceilings
 
@@ -125,9 +123,7 @@ def main() -> None:
     parser.add_argument("--bf16", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    keep_freed_memory()
-    use_onednn()
-    use_batched_attention()
+    enable()
     ceilings = measure_ceilings(torch.device("cpu"), torch.bfloat16 if args.bf16 else torch.float32)
     rates = f"{ceilings.flops / 1e9:.0f} GFLOP/s, {ceilings.bandwidth / 1e9:.1f} GB/s"
     print(f"{rates}, {args.threads} threads; milliseconds a step")

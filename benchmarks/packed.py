@@ -17,11 +17,8 @@ import torch
 
 from benchmarks.operators import model_of
 from lightrlhf.cli.groups import SamplingArgs
-from lightrlhf.generation import packed_decoder
+from lightrlhf.cpu import decoder, enable
 from lightrlhf.generation.engine import generate
-from lightrlhf.models.batched_attention import use_batched_attention
-from lightrlhf.models.heap import keep_freed_memory
-from lightrlhf.models.products import use_onednn
 from lightrlhf.models.roles import Policy
 
 ROWS, TOKENS = 64, 64
@@ -32,7 +29,7 @@ def seconds_of(policy: Policy, bf16: bool, least_steps: int) -> float:
     prompts, uniforms = [[2 + row] * 32 for row in range(ROWS)], torch.rand(ROWS, TOKENS)
     with (
         torch.autocast("cpu", torch.bfloat16, enabled=bf16),
-        mock.patch.object(packed_decoder, "LEAST_STEPS", least_steps),
+        mock.patch.object(decoder, "LEAST_STEPS", least_steps),
     ):
         started = time.perf_counter()
         generate(policy, prompts, SamplingArgs(max_new_tokens=TOKENS), [], uniforms, ROWS)
@@ -47,9 +44,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    keep_freed_memory()
-    use_onednn()
-    use_batched_attention()
+    enable()
     for size in args.sizes:
         policy = Policy(model_of(size))
         for bf16 in (False, True):

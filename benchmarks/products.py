@@ -1,4 +1,4 @@
-"""Float32 products by oneDNN beside torch's own (lightrlhf/models/products.py), interleaved in one process.
+"""Float32 products by oneDNN beside torch's own (lightrlhf/cpu/products.py), interleaved in one process.
 
     python -m benchmarks.products --sizes 4M 30M
 
@@ -20,8 +20,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.inputs import SIZES
 from lightrlhf.cli.groups import SamplingArgs
+from lightrlhf.cpu import products
 from lightrlhf.generation.engine import generate
-from lightrlhf.models import products
 from lightrlhf.models.roles import Policy
 
 

@@ -355,7 +355,7 @@ def main(argv: list[str] | None = None) -> None:
     import torch
 
     from benchmarks.roofline import Limits
-    from lightrlhf.models.products import use_onednn
+    from lightrlhf.cpu import enable
 
     cuda = args.suite == "gpu"
     if cuda and not torch.cuda.is_available():
@@ -379,7 +379,7 @@ def main(argv: list[str] | None = None) -> None:
         kind = "" if cuda else f"-{instructions()}"  # results of one kind of processor say little of another
         file = folder / f"{args.suite}{kind}.json"
         kept = earlier(file, results) if args.only else {}
-        use_onednn()  # as the programs do, so that the limit is that of the same products
+        enable()  # as the programs do, so that the limit is that of the same products
         limits = {dtype: Limits(bench.device, dtype) for dtype in (torch.float32, torch.bfloat16)}
         for name, build in cases.items():
             if args.only and name not in args.only:

@@ -28,17 +28,17 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from lightrlhf import cpu
 from lightrlhf.cli.errors import UsageError, first_line, one_line_errors
 from lightrlhf.cli.fields import at_least, check_args, positive
 from lightrlhf.cli.groups import ModelArgs, SamplingArgs
 from lightrlhf.cli.parser import parse
 from lightrlhf.data.batch import inference_batch_size
-from lightrlhf.generation import graphs, packed_decoder
+from lightrlhf.generation import graphs
 from lightrlhf.generation.engine import no_gradients
 from lightrlhf.generation.slots import Slots
 from lightrlhf.maths.head import head_logprobs, logit_rows
-from lightrlhf.models import frozen, loading, lora, names, quantisation
-from lightrlhf.models.forward import embedding_rows, inference, model_inputs, packed_inputs, packed_texts
+from lightrlhf.models import forward, frozen, loading, lora, names, quantisation
 from lightrlhf.storage.results import print_table
 from lightrlhf.training.memory import FLOAT, GIB, MOMENTS, QUANTISED
 
@@ -306,7 +306,7 @@ def estimate(args: EstimateArgs, config: Any = None) -> dict[str, float]:
 def pass_inputs(model: PreTrainedModel, rows: int, length: int, fake: Any) -> dict[str, Any]:
     """Inputs of a pass over rows without data. A single row has some: transformers looks whether it is padded."""
     mask = torch.ones(rows, length, dtype=torch.bool)
-    inputs = model_inputs(model, mask.long(), mask)
+    inputs = forward.model_inputs(model, mask.long(), mask)
     return inputs if rows == 1 else without_data(inputs, fake)
 
 
@@ -320,9 +320,9 @@ def update_inputs(args: EstimateArgs, model: PreTrainedModel, rows: int, length:
         number = torch.arange(rows)
         ids, mask = torch.zeros(rows, length, dtype=torch.int64), torch.ones(rows, length, dtype=torch.bool)
         ids[:, args.prompt_length :] = (number % args.num_generations)[:, None]
-        packed = packed_texts(model, ids, mask, number // args.num_generations)
+        packed = forward.packed_texts(model, ids, mask, number // args.num_generations)
         if packed is not None:
-            return without_data(packed_inputs(model, packed), fake)
+            return without_data(forward.packed_inputs(model, packed), fake)
     return pass_inputs(model, rows, length, fake)
 
 
@@ -352,7 +352,7 @@ def update(args: EstimateArgs, model: PreTrainedModel, fake: Any) -> None:
 def logprobs(model: PreTrainedModel, states: Tensor, count: int, device: str) -> Tensor:
     """Log-probabilities (N,) of the actions; states (B, T, H)."""
     chosen = states.flatten(0, 1)[torch.arange(count) % states[..., 0].numel()]  # (N, H)
-    targets, rows = torch.zeros(count, dtype=torch.int64), logit_rows(embedding_rows(model), device)
+    targets, rows = torch.zeros(count, dtype=torch.int64), logit_rows(forward.embedding_rows(model), device)
     return head_logprobs(chosen, model.get_output_embeddings(), targets, chunk_size=rows)[0]
 
 
@@ -366,14 +366,18 @@ def sample(args: EstimateArgs, model: PreTrainedModel, fake: Any) -> None:
     """Prefill a rollout's slots, decode the last token, and prefill the prompts that come next."""
     slots = args.rollout_mini_batch_size
     repeats = args.num_generations if args.algorithm == "grpo" else 1
-    prompts = [[row // repeats % embedding_rows(model)] * args.prompt_length for row in range(2 * slots)]
+    prompts = [[row // repeats % forward.embedding_rows(model)] * args.prompt_length for row in range(2 * slots)]
     prefixes: list[Any] | None = None
     if args.accelerator == "cuda":
         prefixes = [None] * len(prompts)  # with a list of them the engine prefills as many prompts as a GPU does
     settings = SamplingArgs(max_new_tokens=args.max_new_tokens)
-    with inference(model), autocast(args), no_gradients(model) if args.precision != "32-true" else nullcontext():
+    with (
+        forward.inference(model),
+        autocast(args),
+        no_gradients(model) if args.precision != "32-true" else nullcontext(),
+    ):
         kind, uniforms = RoundedSlots if prefixes else Slots, torch.zeros(len(prompts), args.max_new_tokens)
-        dtype = packed_decoder.packed_dtype(model, args.max_new_tokens)
+        dtype = cpu.packed_dtype(model, args.max_new_tokens, frozen.activation_dtype(model))
         copy = [
             torch.empty_like(weight, dtype=dtype) for weight in model.parameters() if dtype
         ]  # of the packed decoder
@@ -392,7 +396,7 @@ def score(args: EstimateArgs, model: PreTrainedModel, fake: Any) -> None:
     length = args.prompt_length + args.max_new_tokens
     rows = inference_batch_size(length, args.rollout_mini_batch_size, torch.device(args.accelerator))
     inputs = pass_inputs(model, rows, length, fake)
-    with inference(model), autocast(args):
+    with forward.inference(model), autocast(args):
         states = model.base_model(**inputs).last_hidden_state
         logprobs(model, states, rows * args.max_new_tokens, args.accelerator)
 

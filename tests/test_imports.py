@@ -18,7 +18,7 @@ FLOORS = [  # from the ground up: a room imports only rooms below its own floor
     {"cli", "maths"},
     {"storage"},
     {"data"},
-    {"gguf"},
+    {"cpu", "gguf"},
     {"models"},
     {"training"},
     {"rewards"},
@@ -47,7 +47,10 @@ def imported(path, nested: bool = True) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
             names = {f"{node.module}.{alias.name}" for alias in node.names}
-            modules = {name for name in names if (ROOT / (name.replace(".", "/") + ".py")).is_file()}
+            paths = {name: ROOT / name.replace(".", "/") for name in names}
+            modules = {
+                n for n, one in paths.items() if one.with_suffix(".py").is_file() or (one / "__init__.py").is_file()
+            }
             found |= modules or {node.module}
     return {name for name in found if name.split(".")[0] in ("lightrlhf", "datasets_prep", "examples")}
 
@@ -71,6 +74,11 @@ def test_a_room_imports_only_rooms_below_it(path):
     others = {room(name) for name in imported(path) - TABLE} - {own}
     assert None not in others, "a room imports no program"
     assert all(FLOOR[other] < FLOOR[own] for other in others), others
+
+
+def test_the_cpu_s_kernels_are_known_by_the_names_of_their_room():
+    outside = [path for path in FILES if room(module_name(path)) != "cpu"]
+    assert not {name for path in outside for name in imported(path) if name.startswith("lightrlhf.cpu.")}
 
 
 @pytest.mark.parametrize("program", [one for one in PROGRAMS.values() if one.name != "demo"], ids=lambda one: one.name)

@@ -2,7 +2,7 @@
 
 A row that has ended leaves its slot to a waiting one; when no row waits, the remaining slots are compacted. Sampling is
 by inverse CDF with one given uniform number per row and token, so a sample does not depend on batch size, slot or rank.
-On CPUs prompts and steps of a common architecture run over packed weights (`packed_decoder`), else through the model;
+On CPUs prompts and steps of a common architecture run over packed weights (`cpu`), else through the model;
 on CUDA steps are captured (`graphs`), and the host looks only at times which rows have ended.
 
 Left out: beam search, speculative decoding, servers (see `server_pool`), architectures without a KV cache, compiled
@@ -18,15 +18,16 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from lightrlhf import cpu
 from lightrlhf.cli.errors import UsageError, first_line
 from lightrlhf.cli.groups import SamplingArgs
 from lightrlhf.generation.graphs import DEVICES, note, slots_type
-from lightrlhf.generation.packed_decoder import ARCHITECTURES, LEAST_STEPS, packed_dtype
 from lightrlhf.generation.prefix_cache import CachedPrefix, make_cache, unsupported
 from lightrlhf.generation.sampling import check_sampled, first_stop
 from lightrlhf.generation.slots import LATE_STEPS, Slots
 from lightrlhf.models.architecture import is_close, trial_ids
 from lightrlhf.models.forward import inference
+from lightrlhf.models.frozen import activation_dtype
 from lightrlhf.models.probes import check_room
 from lightrlhf.models.roles import Policy
 
@@ -206,11 +207,11 @@ def check_architecture(policy: Policy) -> None:
             DEVICES.discard(model.device.type)
             note(f"decoding steps are not captured, and slower for it: {problem}")
             check_decoding(model, 3)
-        if packed_dtype(model, LEAST_STEPS) is not None:
+        if cpu.packed_dtype(model, cpu.LEAST_STEPS, activation_dtype(model)) is not None:
             try:
-                check_decoding(model, LEAST_STEPS)
+                check_decoding(model, cpu.LEAST_STEPS)
             except UsageError as problem:
-                ARCHITECTURES.discard(type(model).__name__.removesuffix("ForCausalLM"))
+                cpu.exclude(model)
                 note(f"rollouts decode without packed weights, and slower for it: {problem}")
     policy.sampled = True
 

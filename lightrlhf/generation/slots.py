@@ -3,7 +3,7 @@
 All slots share a column index of the KV cache: a prompt is right-aligned at the current column, so positions follow
 from the mask, and no row needs a cache of its own. A step attends to the columns from the first one of any busy row.
 Prompts are prefilled in batches, each distinct one once for all its samples and from a cached prefix if there is one;
-their keys and values wait until slots become idle. Packed decoding keeps its own kind of cache (`ragged_cache`), and
+their keys and values wait until slots become idle. Packed decoding keeps its own kind of cache (`cpu`), and
 computes prompts without cached prefixes itself.
 
 Left out: paged caches.
@@ -19,14 +19,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lightrlhf import cpu
 from lightrlhf.cli.groups import SamplingArgs
 from lightrlhf.data.batch import INFERENCE_TOKENS
-from lightrlhf.generation.packed_decoder import pack_decoder
 from lightrlhf.generation.prefix_cache import CachedPrefix, load_prefixes, make_cache, store_prefixes
-from lightrlhf.generation.ragged_cache import Attention, RaggedLayer
 from lightrlhf.generation.sampling import first_stop, sample
 from lightrlhf.maths.ops import position_ids
 from lightrlhf.models.forward import cache_inputs, position_inputs
+from lightrlhf.models.frozen import activation_dtype
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -138,14 +138,15 @@ class Slots:
             sorted(groups.items(), key=lambda group: -len(group[0]))
         )  # longest first, so later prompts fit
         self.longest = len(self.groups[0][0])
-        self.decoder = pack_decoder(model, args.max_new_tokens) if self.layer_type is SlabLayer else None
+        takes_copies, own = self.layer_type is SlabLayer, activation_dtype(model)
+        self.decoder = cpu.pack_decoder(model, args.max_new_tokens, own) if takes_copies else None
         self.prefilled = self._prefill(num_slots)
-        kind = self.layer_type if self.decoder is None else RaggedLayer
+        kind = self.layer_type if self.decoder is None else cpu.RaggedLayer
         spare = SPARE_COLUMNS if num_slots < num_rows else min(SPARE_COLUMNS, LATE_STEPS)
         num_columns = self.columns_for(self.longest + args.max_new_tokens + spare)
         self.num_columns = -(-num_columns // kind.multiple) * kind.multiple
         self.layers: Sequence[Any] = [kind(layer, num_slots, self.num_columns) for layer in self.prefilled.layers]
-        self.attention: Attention | None = None  # of the decoder, until slots change
+        self.attention: cpu.Attention | None = None  # of the decoder, until slots change
         self.cache = make_cache(model, self.layers)
         self.mask = torch.zeros(num_slots, self.num_columns, dtype=torch.bool, device=self.device)
         self.row = torch.full((num_slots,), self.idle_row, device=self.device)  # (S,) the row that each slot decodes
@@ -195,7 +196,7 @@ class Slots:
         """Compute and sample the next token of every slot, which attends to the columns of `window` (S, C)."""
         if self.decoder is not None:
             if self.attention is None or not self.attention.holds(self.layers[0]):
-                self.attention = Attention(self.mask, self.layers[0], self.decoder.heads)
+                self.attention = cpu.Attention(self.mask, self.layers[0], self.decoder.heads)
             logits = self.decoder(self.next, self.position, self.attention, self.layers)
         else:
             logits = self.model(

@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 MOST_ROWS = 4096
 MOST_LOGITS = {"cpu": 2**22}  # in memory at a time: 16 MiB of each of the few tensors that a part has, for the system
-# maps and clears those over 32 MiB anew (`models/heap.py`); others 2**26, since a GPU waits where products are small
+# maps and clears those over 32 MiB anew (`cpu/heap.py`); others 2**26, since a GPU waits where products are small
 CHECKPOINTED = 4  # times as many rows where autograd's checkpointing is used
 HEADS = ("Linear", "HeldLinear")  # classes of layers that are the product with a matrix
 HALF_SCALE = 2.0**10  # of gradients in float16, which would lose small ones

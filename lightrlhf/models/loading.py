@@ -18,18 +18,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from lightrlhf import cpu
 from lightrlhf.cli.errors import UsageError, first_line, read_problem
 from lightrlhf.cli.groups import ModelArgs
 from lightrlhf.maths.finite import not_finite
 from lightrlhf.models import frozen, lora
 from lightrlhf.models.architecture import scalar_head
-from lightrlhf.models.batched_attention import use_batched_attention
 from lightrlhf.models.complete import check_complete
 from lightrlhf.models.forward import embedding_rows
-from lightrlhf.models.heap import keep_freed_memory
 from lightrlhf.models.lora import LoadedAdapters
 from lightrlhf.models.names import base_name, holds_reward_model, quiet_libraries, resolve, saved_config
-from lightrlhf.models.products import use_onednn
 from lightrlhf.models.quantisation import (
     check_stored_quantisation,
     compute_dtype,
@@ -223,9 +221,7 @@ def load_model(
 
     Returns it, the name of its base, and the adapter it came with.
     """
-    keep_freed_memory()
-    use_onednn()
-    use_batched_attention()
+    cpu.enable()
     base, config = base_name(source, flag), None
     if base is None:
         assert tokenizer is not None

@@ -21,14 +21,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightrlhf import cpu
 from lightrlhf.cli.errors import RunFailure, UsageError
 from lightrlhf.cli.groups import DataArgs, DataSetsArgs, DeviceArgs, TensorParallelArgs, TrainArgs
 from lightrlhf.cli.parser import to_dict
 from lightrlhf.cli.patience import RANK, patience
-from lightrlhf.models.batched_attention import use_batched_attention
-from lightrlhf.models.heap import keep_freed_memory
 from lightrlhf.models.loading import find_device
-from lightrlhf.models.products import use_onednn
 from lightrlhf.models.sharding import shard_layers
 from lightrlhf.storage.checkpoint import sha256
 from lightrlhf.training.loss_scale import scaled_precision
@@ -49,9 +47,7 @@ def make_fabric(args: TrainArgs) -> Any:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else a C++ stack trace for each lost connection
     device = training_device(args)
     check_restarts()
-    keep_freed_memory()
-    use_onednn()
-    use_batched_attention()
+    cpu.enable()
     devices, num_nodes = processes(args)
     if devices * num_nodes % (size := tensor_parallel(args)):
         raise UsageError(f"--tensor_parallel {size} does not divide {devices * num_nodes} ranks; change one of them")

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from helpers import tiny_policy
 
-from lightrlhf.models import batched_attention
+from lightrlhf.cpu import attention
 
 pytestmark = pytest.mark.skipif(not hasattr(torch.library, "get_kernel"), reason="torch cannot hand out its kernels")
 MASKS = {  # shapes before (T, C)
@@ -24,18 +24,18 @@ MASKS = {  # shapes before (T, C)
 @pytest.fixture
 def restored():
     """torch's own kernels; those before them afterwards."""
-    before = bool(batched_attention._replaced)
-    batched_attention.restore_attention()
+    before = bool(attention._replaced)
+    attention.restore_attention()
     yield
-    batched_attention.restore_attention()
+    attention.restore_attention()
     if before:
-        batched_attention.replace_attention()
+        attention.replace_attention()
 
 
 @pytest.fixture
 def replaced(restored):
     """Batched products, whatever the processor."""
-    batched_attention.replace_attention()
+    attention.replace_attention()
 
 
 def inputs(heads: int, groups: int, tokens: int = 7, columns: int = 7, size: int = 8) -> list[torch.Tensor]:
@@ -108,7 +108,7 @@ def test_a_few_rows_at_a_time_are_as_all_at_once(kind, replaced, monkeypatch):
     states, chosen = inputs(4, 2), options(kind, 4)
     whole = attend(states, **chosen)
     for rows in (1, 2):
-        monkeypatch.setattr(batched_attention, "MOST_SCORES", rows * 4 * 7 * 7)
+        monkeypatch.setattr(attention, "MOST_SCORES", rows * 4 * 7 * 7)
         for one, other in zip(attend(states, **chosen), whole, strict=True):
             assert float((one - other).detach().norm() / other.detach().norm()) < 0.01
 
@@ -117,11 +117,11 @@ def test_other_types_long_rows_and_dropout_are_left_to_torch(replaced, monkeypat
     states, chosen = inputs(4, 4), options("of rows", 4)
     plain = [one.detach().float() for one in states]
     with pytest.raises(RuntimeError, match="dropout"):  # which torch's kernel has not
-        getattr(torch.ops.aten, batched_attention.FORWARD)(*states, 0.5)
+        getattr(torch.ops.aten, attention.FORWARD)(*states, 0.5)
     found = attend(plain, **chosen)
-    monkeypatch.setattr(batched_attention, "MOST_SCORES", 4 * 7 * 7 - 1)
+    monkeypatch.setattr(attention, "MOST_SCORES", 4 * 7 * 7 - 1)
     found += attend(states, **chosen)
-    batched_attention.restore_attention()
+    attention.restore_attention()
     for one, other in zip(found, attend(plain, **chosen) + attend(states, **chosen), strict=True):
         assert torch.equal(one, other)
 
@@ -136,14 +136,14 @@ def test_what_is_not_a_number_stays_so(replaced):
 
 @pytest.mark.parametrize("faster", [True, False])
 def test_a_model_is_the_same_up_to_rounding(faster, restored, monkeypatch):
-    monkeypatch.setattr(batched_attention, "is_faster", lambda: faster)
+    monkeypatch.setattr(attention, "is_faster", lambda: faster)
     policy = tiny_policy("llama", num_key_value_heads=2)
     ids = torch.randint(2, 40, (3, 12), generator=torch.Generator().manual_seed(1))
     words = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "action_mask": torch.ones(3, 11) > 0}
     expected = policy(**words).logprobs
     for _ in range(2):
-        batched_attention.use_batched_attention()
-    assert len(batched_attention._replaced) == int(faster)
+        attention.use_batched_attention()
+    assert len(attention._replaced) == int(faster)
     with torch.autocast("cpu", torch.bfloat16):
         found = policy(**words).logprobs
     assert float((found - expected).detach().abs().max()) < 0.05 * float(expected.detach().abs().max())
@@ -160,6 +160,6 @@ def test_processors_with_amx_or_narrower_vectors_keep_torchs_kernel(monkeypatch)
         monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda value=width: value)
         monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda value=has_bf16: value, raising=False)
         monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda value=has_amx: value, raising=False)
-        assert batched_attention.is_faster() is expected
+        assert attention.is_faster() is expected
     monkeypatch.delattr(torch.cpu, "_is_amx_tile_supported")
-    assert not batched_attention.is_faster()
+    assert not attention.is_faster()

@@ -12,8 +12,9 @@ from helpers import ROOT
 FAULTS = """
 import resource, sys
 import torch
-from lightrlhf.models.heap import keep_freed_memory
 if sys.argv[1] == "kept":
+    from lightrlhf.cpu.heap import keep_freed_memory
+
     keep_freed_memory()
 def work():
     tensors = [torch.ones(size << 18) for size in 12 * [16]]  # MiB
@@ -48,7 +49,7 @@ def test_freed_memory_is_used_again():
     ],
 )
 def test_thresholds_of_the_environment_are_kept(setting, monkeypatch):
-    from lightrlhf.models import heap
+    from lightrlhf.cpu import heap
 
     monkeypatch.setenv(*setting.split("=", 1))
     monkeypatch.setattr(heap.ctypes, "CDLL", None)
@@ -56,7 +57,7 @@ def test_thresholds_of_the_environment_are_kept(setting, monkeypatch):
 
 
 def test_another_system_is_left_alone(monkeypatch):
-    from lightrlhf.models import heap
+    from lightrlhf.cpu import heap
 
     monkeypatch.setattr(heap.sys, "platform", "darwin")
     monkeypatch.setattr(heap.ctypes, "CDLL", None)

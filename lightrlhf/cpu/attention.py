@@ -15,14 +15,13 @@ from __future__ import annotations
 
 import math
 import threading
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightrlhf.models.products import keep_few_kernels
+from lightrlhf.cpu.products import replace_kernels
 
 FORWARD = "_scaled_dot_product_flash_attention_for_cpu"
 BACKWARD = "_scaled_dot_product_flash_attention_for_cpu_backward"
@@ -57,15 +56,9 @@ def replace_attention() -> None:
     with _lock:
         if _replaced:
             return
-        keep_few_kernels()
-        library = torch.library.Library("aten", "IMPL")
         for name in (FORWARD, BACKWARD):
             _own[name] = torch.library.get_kernel(f"aten::{name}", "CPU")
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that there are kernels already
-            library.impl(FORWARD, _forward, "CPU", with_keyset=True)
-            library.impl(BACKWARD, _backward, "CPU", with_keyset=True)
-        _replaced.append(library)
+        _replaced.append(replace_kernels({FORWARD: _forward, BACKWARD: _backward}, with_keyset=True))
 
 
 def restore_attention() -> None:

@@ -12,7 +12,7 @@ from helpers import CPU, ROOT, last_checkpoint
 from safetensors.torch import load_file
 
 from lightrlhf import sft
-from lightrlhf.models import products
+from lightrlhf.cpu import products
 
 
 @pytest.fixture
@@ -128,7 +128,7 @@ def test_training_with_either_is_the_same_up_to_rounding(cafe_data, base_model, 
 
 GROWTH = """
 import resource, sys, torch
-from lightrlhf.models import products
+from lightrlhf.cpu import products
 products.replace_products()
 one, other = torch.ones(2048, 64), torch.ones(64, 300)
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10

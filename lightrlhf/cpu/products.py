@@ -6,7 +6,7 @@ makers. oneDNN, which is in the same builds and multiplies bfloat16 there, uses 
 their gradients gain without a change to any model. Whether this is done follows from the processor alone, never from a
 measurement, so a run that is resumed on the same machine multiplies in the same order.
 
-Left out: batched products (for attention: `batched_attention`), other types, and packing of the weights
+Left out: batched products (for attention: `attention`), other types, and packing of the weights
 beforehand, which gains a tenth more where few rows are multiplied, but a copy of the weights would have to follow each
 update.
 """
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor
 
 # Kernels that oneDNN, and torch's bridge to it, keep by the shapes of their matrices: a thousand by default, with which
-# training on texts of many lengths takes twice the memory. Read at their first use.
+# training on texts of many lengths takes twice the memory. Read at their first use; the environment may say another.
 CACHES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64", "LRU_CACHE_CAPACITY": "64"}
 _replaced: list[torch.library.Library] = []  # the kernels are in place as long as this lives
 
@@ -43,21 +44,21 @@ def mkl_is_slow() -> bool:
     return info.is_file() and "GenuineIntel" not in info.read_text()
 
 
-def keep_few_kernels() -> None:
-    """Limit the number of kernels that oneDNN keeps, unless the environment says another."""
-    for name, size in CACHES.items():
-        os.environ.setdefault(name, size)
-
-
 def replace_products() -> None:
     """Replace torch's float32 products on CPUs, in this process."""
-    keep_few_kernels()
+    _replaced.append(replace_kernels({"mm": _mm, "addmm": _addmm}))
+
+
+def replace_kernels(kernels: dict[str, Callable[..., Any]], **options: Any) -> torch.library.Library:
+    """Replace torch's kernels on CPUs, in this process, while the result lives; kernels: by operator."""
+    for name, size in CACHES.items():
+        os.environ.setdefault(name, size)
     library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that there are kernels already
-        library.impl("mm", _mm, "CPU")
-        library.impl("addmm", _addmm, "CPU")
-    _replaced.append(library)
+        for operator, kernel in kernels.items():
+            library.impl(operator, kernel, "CPU", **options)
+    return library
 
 
 def restore_products() -> None:

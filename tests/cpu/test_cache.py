@@ -10,9 +10,9 @@ import torch
 from helpers import tiny_policy
 
 from lightrlhf.cli.groups import SamplingArgs
-from lightrlhf.generation import packed_decoder, ragged_cache
+from lightrlhf.cpu import cache, decoder
+from lightrlhf.cpu.cache import BLOCKS, Attention, RaggedLayer, has_fast_sums
 from lightrlhf.generation.engine import generate
-from lightrlhf.generation.ragged_cache import BLOCKS, Attention, RaggedLayer, has_fast_sums
 from lightrlhf.generation.slots import SlabLayer, Slots
 
 BLOCK = BLOCKS[torch.float32]
@@ -81,7 +81,7 @@ def test_rows_come_move_and_leave_as_in_a_slab(dtype):
 
 
 def test_all_of_the_last_block_is_finite_after_columns_were_dropped(monkeypatch):
-    monkeypatch.setattr(ragged_cache, "torch", Unwritten())
+    monkeypatch.setattr(cache, "torch", Unwritten())
     layer = RaggedLayer(prefilled(SLOTS, 2 * BLOCK + 5), SLOTS, COLUMNS)
     layer.start = layer.end
     layer.insert(torch.arange(SLOTS), prefilled(SLOTS, 7), torch.arange(SLOTS))
@@ -92,7 +92,7 @@ def test_all_of_the_last_block_is_finite_after_columns_were_dropped(monkeypatch)
 
 def test_what_precedes_a_short_prompt_in_its_first_block_is_finite(monkeypatch):
     """In a slot that had no longer one before."""
-    monkeypatch.setattr(ragged_cache, "torch", Unwritten())
+    monkeypatch.setattr(cache, "torch", Unwritten())
     long, short = prefilled(SLOTS, 2 * BLOCK + 5), prefilled(1, BLOCK - 7)
     layer = RaggedLayer(long, SLOTS, COLUMNS)
     layer.insert(torch.arange(SLOTS - 1), long, torch.arange(SLOTS - 1))
@@ -152,7 +152,7 @@ def test_what_is_left_of_a_prompt_is_not_read():
 @pytest.mark.parametrize("num_slots", [1, 2, 64])
 def test_long_calls_that_refill_slots_and_drop_columns_equal_the_model(num_slots, monkeypatch):
     """Memory that was not written is NaN here, which would stay NaN with a weight of 0."""
-    monkeypatch.setattr(ragged_cache, "torch", Unwritten())
+    monkeypatch.setattr(cache, "torch", Unwritten())
     policy = tiny_policy("llama", num_key_value_heads=2, max_position_embeddings=512)
     generator = torch.Generator().manual_seed(2)
     prompts = [torch.randint(2, 40, (3 + 5 * (row % 8),), generator=generator).tolist() for row in range(16)]
@@ -161,7 +161,7 @@ def test_long_calls_that_refill_slots_and_drop_columns_equal_the_model(num_slots
     monkeypatch.setattr(Slots, "_drop_columns", lambda self, count: (dropped.append(count), drop(self, count)))
     found = generate(policy, prompts, args, [7, 9], noise, num_slots)
     assert bool(dropped) is (num_slots < 16) and all(count % BLOCK == 0 < count for count in dropped)
-    monkeypatch.setattr(packed_decoder, "LEAST_STEPS", 61)
+    monkeypatch.setattr(decoder, "LEAST_STEPS", 61)
     expected = generate(policy, prompts, args, [7, 9], noise, num_slots)
     assert found.responses == expected.responses and 60 in map(len, found.responses)
     assert min(map(len, found.responses)) < 60

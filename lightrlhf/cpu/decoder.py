@@ -7,7 +7,7 @@ for each call of the engine, with the weights of that moment, in the dtype of th
 bfloat16. Adapters are merged into it in float32; in bfloat16, where small changes would be lost, they stay products of
 their own.
 
-Attention reads the columns of each slot alone (`ragged_cache`): on CPUs torch's own repeats keys and values for each
+Attention reads the columns of each slot alone (`cache`): on CPUs torch's own repeats keys and values for each
 query of a group, and is slow in bfloat16 where a text has a single query.
 
 Left out: other architectures, sliding windows, quantised weights, DoRA, GPUs and processors other than x86, for which
@@ -24,14 +24,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightrlhf.generation.ragged_cache import Attention, RaggedLayer, has_fast_sums
-from lightrlhf.models.frozen import HeldEmbedding, HeldLinear, activation_dtype
+from lightrlhf.cpu.cache import Attention, RaggedLayer, has_fast_sums
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 ARCHITECTURES = {"Llama", "Mistral", "Qwen2", "Qwen3"}  # until the engine's trial finds other log-probabilities
-EMBEDDINGS = (nn.Embedding, HeldEmbedding)
+PLAIN = {"Linear", "HeldLinear", "Embedding", "HeldEmbedding"}  # layers, torch's and those held in bfloat16
 LEAST_STEPS = 16  # of a call: packing costs what a few of them gain
 MOST_BYTES = 2**31  # of a copy: beyond, its memory matters more
 ROWS = 64  # that the layout is made for; with other numbers it is as fast
@@ -238,19 +237,30 @@ class PackedDecoder:
         )
 
 
-def pack_decoder(model: PreTrainedModel, steps: int) -> PackedDecoder | None:
-    """A packed copy of a model with its active adapters, for a call of so many steps; None where there is none."""
-    dtype = packed_dtype(model, steps)
+def pack_decoder(model: PreTrainedModel, steps: int, own: torch.dtype) -> PackedDecoder | None:
+    """A packed copy of a model with its active adapters, for a call of so many steps; None where there is none.
+
+    own: see `packed_dtype`.
+    """
+    dtype = packed_dtype(model, steps, own)
     has_data = all(type(parameter.data) is Tensor for parameter in model.parameters())  # not when memory is estimated
     return PackedDecoder(model, dtype) if dtype and has_data else None
 
 
-def packed_dtype(model: PreTrainedModel, steps: int) -> torch.dtype | None:
-    """The dtype of the copy for a call of so many steps; None where the model itself is called."""
+def exclude(model: PreTrainedModel) -> None:
+    """Pack no model of this one's architecture from now on."""
+    ARCHITECTURES.discard(type(model).__name__.removesuffix("ForCausalLM"))
+
+
+def packed_dtype(model: PreTrainedModel, steps: int, own: torch.dtype) -> torch.dtype | None:
+    """The dtype of the copy for a call of so many steps; None where the model itself is called.
+
+    own: the dtype of the model's hidden states without autocast.
+    """
     if model.device.type != "cpu" or steps < LEAST_STEPS or not has_fast_sums() or not is_known(model):
         return None
     is_cast = torch.is_autocast_enabled("cpu")
-    dtype = torch.get_autocast_dtype("cpu") if is_cast else activation_dtype(model)
+    dtype = torch.get_autocast_dtype("cpu") if is_cast else own
     size = sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize
     return dtype if dtype in (torch.float32, torch.bfloat16) and size <= MOST_BYTES else None
 
@@ -267,7 +277,7 @@ def is_known(model: PreTrainedModel) -> bool:
     norms += [norm for layer in layers for norm in norms_of_heads(layer.self_attn)]
     if any(type(norm).__name__ != f"{name}RMSNorm" for norm in (*norms, model.base_model.norm)):
         return False
-    if getattr(model.config, "sliding_window", None) or type(model.get_input_embeddings()) not in EMBEDDINGS:
+    if getattr(model.config, "sliding_window", None) or type(model.get_input_embeddings()).__name__ not in PLAIN:
         return False
     found = [getattr(layer.self_attn, name) for layer in layers for name in ("q_proj", "k_proj", "v_proj", "o_proj")]
     found += [getattr(layer.mlp, name) for layer in layers for name in ("gate_proj", "up_proj", "down_proj")]
@@ -283,7 +293,8 @@ def is_plain(layer: Any) -> bool:
     """Whether a layer is a linear one, with nothing on it but adapters of LoRA."""
     base = getattr(layer, "base_layer", layer)
     others = [name for name in ("lora_magnitude_vector", "lora_variant") if len(getattr(layer, name, ()))]
-    return type(base) in (nn.Linear, HeldLinear) and not others and not any(getattr(layer, "lora_bias", {}).values())
+    is_linear = isinstance(base, nn.Linear) and type(base).__name__ in PLAIN
+    return is_linear and not others and not any(getattr(layer, "lora_bias", {}).values())
 
 
 def adapters_of(layers: Sequence[Any]) -> tuple[Tensor, Tensor]:

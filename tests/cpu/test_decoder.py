@@ -8,13 +8,14 @@ from helpers import ARCHITECTURES, LLAMA, tiny_model, tiny_policy
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from lightrlhf.cli.groups import DecodingArgs, ModelArgs, SamplingArgs
+from lightrlhf.cpu import decoder
+from lightrlhf.cpu.cache import has_fast_sums
+from lightrlhf.cpu.decoder import Norm
 from lightrlhf.data.batch import INFERENCE_TOKENS
-from lightrlhf.generation import engine, packed_decoder
 from lightrlhf.generation.engine import generate
-from lightrlhf.generation.packed_decoder import Norm, pack_decoder
-from lightrlhf.generation.ragged_cache import has_fast_sums
 from lightrlhf.generation.slots import Slots
 from lightrlhf.models import lora
+from lightrlhf.models.frozen import activation_dtype
 from lightrlhf.models.loading import load_policy
 
 PROMPTS = [[5, 9, 7], [11, 3, 8, 2, 40, 21], [30], [17, 4, 9, 9]]
@@ -29,6 +30,10 @@ KINDS = {
 }
 STEPS = 20
 pytestmark = pytest.mark.skipif(not has_fast_sums(), reason="models are not packed without FBGEMM")
+
+
+def packed(model, steps=STEPS):
+    return decoder.pack_decoder(model, steps, activation_dtype(model))
 
 
 def noise(steps: int = STEPS) -> torch.Tensor:
@@ -72,7 +77,7 @@ def test_logits_of_a_step_are_those_of_the_model(kind):
 @torch.inference_mode()
 def test_prompts_give_the_keys_values_and_logits_of_the_model(kind):
     model = model_of(kind)
-    decoder = pack_decoder(model, STEPS)
+    decoder = packed(model)
     assert decoder is not None
     states, mask, logits = decoder.prefill(PROMPTS)
     assert mask.sum(1).tolist() == list(map(len, PROMPTS)) and mask[:, -1].all()
@@ -97,9 +102,9 @@ def test_prompts_give_the_keys_values_and_logits_of_the_model(kind):
 def test_passes_over_prompts_have_so_many_tokens_and_little_padding(lengths, passes, monkeypatch):
     """Of 10 tokens here, and attention of at most 20 columns."""
     monkeypatch.setitem(INFERENCE_TOKENS, "cpu", 10)
-    rows, project = [], packed_decoder.PackedLinear.__call__
+    rows, project = [], decoder.PackedLinear.__call__
     monkeypatch.setattr(
-        packed_decoder.PackedLinear, "__call__", lambda own, inputs: (rows.append(len(inputs)), project(own, inputs))[1]
+        decoder.PackedLinear, "__call__", lambda own, inputs: (rows.append(len(inputs)), project(own, inputs))[1]
     )
     prompts = [[3 + number] * length for number, length in enumerate(lengths)]
     with torch.inference_mode():
@@ -149,7 +154,7 @@ def test_a_response_is_the_same_with_and_without_it(monkeypatch):
     policy = tiny_policy("llama", num_key_value_heads=2)
     args = SamplingArgs(max_new_tokens=STEPS)
     packed = generate(policy, PROMPTS, args, [], noise(), 2)
-    monkeypatch.setattr(packed_decoder, "LEAST_STEPS", STEPS + 1)
+    monkeypatch.setattr(decoder, "LEAST_STEPS", STEPS + 1)
     plain = generate(policy, PROMPTS, args, [], noise(), 2)
     assert packed.responses == plain.responses
     for one, other in zip(packed.logprobs, plain.logprobs):
@@ -165,45 +170,45 @@ def test_weights_are_those_of_the_call(monkeypatch):
         for parameter in policy.parameters():
             parameter.add_(0.2 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
     after = generate(policy, PROMPTS, args, [], noise(), 4).responses
-    monkeypatch.setattr(packed_decoder, "LEAST_STEPS", STEPS + 1)
+    monkeypatch.setattr(decoder, "LEAST_STEPS", STEPS + 1)
     assert before != after == generate(policy, PROMPTS, args, [], noise(), 4).responses
 
 
 @pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name not in ("llama", "qwen2", "qwen3")])
 def test_other_architectures_and_windows_are_left_to_the_model(name):
-    assert pack_decoder(tiny_model(name), STEPS) is None
+    assert packed(tiny_model(name)) is None
 
 
 def test_changed_layers_short_calls_and_large_models_are_left_to_the_model(monkeypatch):
     model = tiny_model("llama")
-    assert pack_decoder(model, packed_decoder.LEAST_STEPS - 1) is None
+    assert packed(model, decoder.LEAST_STEPS - 1) is None
     with monkeypatch.context() as patch:
-        patch.setattr(packed_decoder, "MOST_BYTES", 1000)
-        assert pack_decoder(model, STEPS) is None
+        patch.setattr(decoder, "MOST_BYTES", 1000)
+        assert packed(model) is None
     scaled = tiny_model("llama")
     scaled.model.layers[1].mlp.up_proj = torch.nn.Sequential(scaled.model.layers[1].mlp.up_proj)
-    assert pack_decoder(scaled, STEPS) is None
+    assert packed(scaled) is None
     normed = tiny_model("qwen3")
     normed.model.layers[1].self_attn.k_norm = torch.nn.LayerNorm(LLAMA["hidden_size"])
-    assert pack_decoder(normed, STEPS) is None
+    assert packed(normed) is None
     embedded = tiny_model("llama")
     embedded.model.embed_tokens = type("Scaled", (torch.nn.Embedding,), {})(LLAMA["vocab_size"], LLAMA["hidden_size"])
-    assert pack_decoder(embedded, STEPS) is None
+    assert packed(embedded) is None
     ours = type("LlamaForCausalLM", (type(model),), {"__module__": "mine"})
     model.__class__ = ours
-    assert pack_decoder(model, STEPS) is None
+    assert packed(model) is None
 
 
 def test_dora_is_left_to_the_model(base_model, tokenizer):
     policy = load_policy(str(base_model), ModelArgs(finetune_mode="lora", use_dora=True), tokenizer)
-    assert pack_decoder(policy.model, STEPS) is None
+    assert packed(policy.model) is None
 
 
 def test_without_onednn_the_copy_is_multiplied_by_torch(monkeypatch):
     policy = tiny_policy("qwen2")
     args = SamplingArgs(max_new_tokens=STEPS)
     packed = generate(policy, PROMPTS, args, [], noise(), 4)
-    monkeypatch.setattr(packed_decoder, "packs", lambda dtype: False)
+    monkeypatch.setattr(decoder, "packs", lambda dtype: False)
     plain = generate(policy, PROMPTS, args, [], noise(), 4)
     assert packed.responses == plain.responses
 
@@ -211,17 +216,16 @@ def test_without_onednn_the_copy_is_multiplied_by_torch(monkeypatch):
 @pytest.mark.parametrize("is_right", [True, False])
 def test_the_trial_of_an_architecture_finds_a_decoder_that_differs(is_right, monkeypatch, capsys):
     """As after a release of transformers that changed a layer: the model itself is called then, and a note says so."""
-    known = set(packed_decoder.ARCHITECTURES)
-    monkeypatch.setattr(packed_decoder, "ARCHITECTURES", known)
-    monkeypatch.setattr(engine, "ARCHITECTURES", known)
+    known = set(decoder.ARCHITECTURES)
+    monkeypatch.setattr(decoder, "ARCHITECTURES", known)
     policy, args = tiny_policy("llama"), DecodingArgs(max_new_tokens=STEPS)
     with monkeypatch.context() as other:
-        other.setattr(packed_decoder, "LEAST_STEPS", STEPS + 1)
+        other.setattr(decoder, "LEAST_STEPS", STEPS + 1)
         expected = generate(policy, PROMPTS, args, [], noise(), 4)
     policy.sampled = False
     if not is_right:
-        rotated = packed_decoder.PackedDecoder._rotated
-        monkeypatch.setattr(packed_decoder.PackedDecoder, "_rotated", lambda *given: 2 * rotated(*given))
+        rotated = decoder.PackedDecoder._rotated
+        monkeypatch.setattr(decoder.PackedDecoder, "_rotated", lambda *given: 2 * rotated(*given))
     found = generate(policy, PROMPTS, args, [], noise(), 4)
     for one, other in zip(found.logprobs, expected.logprobs, strict=True):
         torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
