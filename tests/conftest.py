@@ -118,6 +118,13 @@ def base_model(tmp_path_factory, tokenizer):
 
 
 @pytest.fixture(scope="session")
+def noisy_model(tmp_path_factory, tokenizer):
+    """A model with dropout, so that resuming must bring back the random numbers too."""
+    dropout = {"attn_pdrop": 0.1, "resid_pdrop": 0.1, "embd_pdrop": 0.1}
+    return save_model("gpt2", tmp_path_factory.mktemp("models") / "gpt2", tokenizer, **dropout)
+
+
+@pytest.fixture(scope="session")
 def logs(tmp_path_factory):
     return tmp_path_factory.mktemp("logs")
 

@@ -251,7 +251,7 @@ class ReaderArgs(SourceArgs):
     ],
 )
 def test_what_a_program_is_called_with_is_checked_as_it_begins(values, given, named):
-    with pytest.raises(UsageError, match=named):
+    with error_naming(UsageError, named):
         check_args(ReaderArgs(**values), ReaderArgs, given)
     check_args(ReaderArgs(folder="here"), ReaderArgs)
     check_args(ReaderArgs(), ReaderArgs, {"rows": [1]})

@@ -324,10 +324,10 @@ def test_labels_of_several_characters_are_tokens_of_the_trained_tokenizer(corrid
 
 
 def test_an_environment_without_reasons_or_with_a_lying_oracle_is_refused(corridor, tmp_path):
-    for option, line in (("is_mute", "--negative_percentage 0"), ("lies", "'fly'")):
+    for option, fact in (("is_mute", "--negative_percentage 0"), ("lies", "'fly'")):
         args = taxi_args(tmp_path / option, env=corridor)
         env = make_env(corridor, **{option: True})
-        with pytest.raises(RunFailure, match=line):
+        with error_naming(RunFailure, fact):
             take(args, env, tmp_path / option, "train", "negative")
 
 

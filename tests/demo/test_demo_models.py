@@ -185,7 +185,7 @@ def test_a_damaged_checkpoint_is_named_and_others_still_load(sft_dir, tmp_path):
         cache.model(supervised)
     assert answer_of(cache.model(first), TALK).ids
     shutil.rmtree(last_checkpoint(folder))
-    with pytest.raises(UsageError, match=supervised):
+    with pytest.raises(UsageError, match=f"{supervised}"):
         cache.model(supervised)
 
 

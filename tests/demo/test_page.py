@@ -167,7 +167,7 @@ def test_a_session_belongs_to_a_browser(guarded):
 def test_values_that_the_page_would_not_send_are_refused(backend):
     nan = float("nan")
     for wrong in ((nan, True, 1.0, 0, 1.0), (16, "yes", 1.0, 0, 1.0), (16, True, "1", 0, 1.0), (16, True, nan, 0, 1.0)):
-        with pytest.raises(ValueError, match="must be"):
+        with pytest.raises(ValueError):
             backend.settings(*wrong)
     with error_naming(UsageError, "100001"):
         prompt_of([], "dialogue", "x" * 100_001, "", "", "")

@@ -72,8 +72,8 @@ def test_an_edited_message_drops_what_followed_it(backend):
     assert [turn["content"] for turn in turns] == [*(turn["content"] for turn in first), "And a muffin."]
     assert turns[-1]["prompt"] == [*second[2]["prompt"][:-1], {"role": "user", "content": "And a muffin."}]
     assert edited([user_turn("x", "x")], 0, "y")[0]["prompt"] == "y"
-    for index, text, pins in ((1, "x", "your own"), (2, " ", "empty"), (9, "x", "no longer"), (True, "x", "no longer")):
-        with pytest.raises(UsageError, match=pins):
+    for index, text in ((1, "x"), (2, " "), (9, "x"), (True, "x")):
+        with pytest.raises(UsageError):
             edited(second, index, text)
 
 
@@ -186,8 +186,8 @@ def test_raters_see_the_same_pairs_in_random_order_and_vote_once(backend):
 
 
 def test_a_pair_needs_a_rater_and_two_models_and_pairs_run_out(backend):
-    for one, other, rater, pins in ((SFT, PPO, " ", "your name"), (SFT, SFT, "ada", "two different models")):
-        with pytest.raises(UsageError, match=pins):
+    for one, other, rater, fact in ((SFT, PPO, " ", "name"), (SFT, SFT, "ada", "two")):
+        with error_naming(UsageError, fact):
             backend.next_pair(one, other, rater)
     backend = open_backend(*backend.args.experiment_dir, "--split", "test", "--votes_file", str(backend.votes_file))
     for _ in range(12):

@@ -250,14 +250,14 @@ def test_games_of_the_benchmark_are_found_and_played(benchmark):
 
 def test_bad_options_and_games_are_refused_in_one_line(benchmark, env, tmp_path):
     (tmp_path / "empty").mkdir()
-    for options, line in (
-        ({"horizon": 0}, "horizon 0 must be at least 1"),
-        ({"places": 2}, "places 2 must be from 3 to 13"),
-        ({"things": 21}, "things 21 must be from 0 to 20"),
-        ({"things": 2, "data_dir": str(benchmark)}, "things is for household games"),
-        ({"data_dir": "nowhere"}, "data_dir nowhere.*alfworld-download"),
+    for options, fact in (
+        ({"horizon": 0}, "horizon 0"),
+        ({"places": 2}, "places 2"),
+        ({"things": 21}, "things 21"),
+        ({"things": 2, "data_dir": str(benchmark)}, "things"),
+        ({"data_dir": "nowhere"}, "data_dir nowhere"),
     ):
-        with pytest.raises(UsageError, match=line):
+        with error_naming(UsageError, fact):
             make_env("alfworld", **options)
     with error_naming(ValueError, "train"):
         make_env("alfworld", data_dir=str(tmp_path / "empty")).starts("train")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from helpers.errors import error_naming
 
 pytest.importorskip("gymnasium", reason="needs pip install -e '.[envs]'")
 
@@ -39,7 +40,7 @@ def test_a_level_without_a_name_is_refused(text):
     "options, named", [({"levels": ["e"]}, "--levels e"), ({"stages": "a; d+a/2"}, "--stages a/2")]
 )
 def test_an_unknown_level_is_refused(options, named):
-    with pytest.raises(UsageError, match=named):
+    with error_naming(UsageError, named):
         curriculum(NAMES, **options)
 
 

@@ -101,7 +101,7 @@ def test_prompts_whose_logits_are_not_finite_are_named_by_their_numbers(monkeypa
 
     sampler = Sampled(monkeypatch).sampler(responses=K)
     monkeypatch.setattr(rollout_sampler, "generate_rollout", fail)
-    with pytest.raises(NotFinite, match="^a model gives logits that are not finite$") as stop:
+    with pytest.raises(NotFinite) as stop:
         sampler.sample(1)
     assert stop.value.rows == [2, 3]
 
@@ -159,6 +159,6 @@ def test_without_a_reference_the_first_rollout_is_compared_with_a_forward_pass(m
 
     monkeypatch.setattr(rollout_sampler, "score_logprobs", score)
     run.args.temperature = 1.0
-    with pytest.raises(RunFailure, match="forward pass"):
+    with pytest.raises(RunFailure, match="forward"):
         sampler.sample(0)
     assert scored[0].group is None  # packed as where the rollout was scored

@@ -160,11 +160,9 @@ def test_a_model_without_a_base_of_its_own_trains_on_its_whole_logits():
     assert_whole_model(Policy(zoo_model("llama4_text")).eval())
 
 
-@pytest.mark.parametrize(
-    "kind, why", [("bert", "later tokens change"), ("cpmant", "later tokens change"), ("xmod", "cannot be a policy")]
-)
-def test_what_is_no_causal_language_model_is_refused(kind, why):
-    with pytest.raises(UsageError, match=f"{kind} .*{why}"):
+@pytest.mark.parametrize("kind", ["bert", "cpmant", "xmod"])
+def test_what_is_no_causal_language_model_is_refused(kind):
+    with error_naming(UsageError, kind):
         Policy(zoo_model(kind))
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import helpers.rewards
 import pytest
 import torch
-from helpers import last_checkpoint, reseal
+from helpers import errors, last_checkpoint, reseal
 
 from lightrlhf import evaluate
 from lightrlhf.data.splits import load_split
@@ -56,12 +56,7 @@ def plain_folder(experiment_dir: str, folder: Path, **files: str) -> Path:
 
 def refused(capsys, *argv: object) -> str:
     """The one line of a call that must fail."""
-    with pytest.raises(SystemExit) as stop:
-        call(*argv)
-    lines = capsys.readouterr().err.strip().splitlines()
-    assert stop.value.code == 2
-    assert len(lines) == 1, lines
-    return lines[0]
+    return errors.refused(capsys, evaluate.main, *argv, *SMALL)
 
 
 # ------------------------------------------------------------------------------------------------ language models

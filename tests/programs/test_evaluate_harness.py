@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from helpers import last_checkpoint
+from helpers import errors, last_checkpoint
 from helpers.data import chatml_like, gpt2_like, llama3_like, sentencepiece_like
 from helpers.harnesses import command_of, lines_of, save_held_out, save_lines, write_for
 
@@ -36,11 +36,7 @@ def chat(tmp_path_factory):
 
 def refused(capsys, *argv: object) -> str:
     """The one line of a call that must fail."""
-    with pytest.raises(SystemExit) as stop:
-        evaluate.main([*map(str, argv), "--accelerator", "cpu"])
-    lines = capsys.readouterr().err.strip().splitlines()
-    assert stop.value.code == 2 and len(lines) == 1, lines
-    return lines[0]
+    return errors.refused(capsys, evaluate.main, *argv, "--accelerator", "cpu")
 
 
 # ------------------------------------------------------------------------------------------------------------ texts

@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from helpers import last_checkpoint
+from helpers import errors, last_checkpoint
 
 from lightrlhf import annotate, evaluate
 from lightrlhf.maths.length_control import length_controlled_win_rate
@@ -55,12 +55,7 @@ def results_of(path: Path, kind: str = "responses") -> tuple[dict, list[dict]]:
 
 def refused(capsys, *argv: object) -> str:
     """The one line of a call that must fail."""
-    with pytest.raises(SystemExit) as stop:
-        call(*argv)
-    lines = capsys.readouterr().err.strip().splitlines()
-    assert stop.value.code == 2
-    assert len(lines) == 1, lines
-    return lines[0]
+    return errors.refused(capsys, evaluate.main, *argv, *SMALL)
 
 
 # -------------------------------------------------------------------------------------------------- language models

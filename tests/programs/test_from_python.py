@@ -302,20 +302,20 @@ def test_a_run_of_given_objects_is_not_resumed_from_the_command_line(tokenizer, 
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "fact"),
     [
-        ({"finetune_mode": "qlora"}, "--finetune_mode qlora is not one of all, last_layer, lora"),
-        ({"normalize_advantages": "False"}, "--normalize_advantages 'False' is not True or False"),
-        ({"max_steps": "2"}, "--max_steps '2' is not a whole number"),
-        ({"rollout_size": 64.0}, "--rollout_size 64.0 is not a whole number"),
-        ({"epochs": True}, "--epochs True is not a whole number"),
-        ({"actor_learning_rate": "1e-4"}, "--actor_learning_rate '1e-4' is not a finite number"),
-        ({"model_name": 3}, "--model_name 3 is not a text"),
+        ({"finetune_mode": "qlora"}, "--finetune_mode qlora"),
+        ({"normalize_advantages": "False"}, "--normalize_advantages 'False'"),
+        ({"max_steps": "2"}, "--max_steps '2'"),
+        ({"rollout_size": 64.0}, "--rollout_size 64.0"),
+        ({"epochs": True}, "--epochs True"),
+        ({"actor_learning_rate": "1e-4"}, "--actor_learning_rate '1e-4'"),
+        ({"model_name": 3}, "--model_name 3"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_fields_of_another_type_are_refused(changes, words):
-    with pytest.raises(ValueError, match=words):
+def test_fields_of_another_type_are_refused(changes, fact):
+    with error_naming(ValueError, fact):
         PPOArgs(**changes)
 
 
@@ -331,32 +331,32 @@ class Frame(dict):
 
 
 @pytest.mark.parametrize(
-    ("objects", "words"),
+    ("objects", "facts"),
     [
-        ({"prompts": PROMPTS[0]}, "prompts rows are a list or a dict of splits, not a str"),
-        ({"prompts": 5}, "prompts rows are a list or a dict of splits, not a int"),
-        ({"prompts": Frame(prompt=PROMPTS)}, "not a Frame; give its .to_dict"),
-        ({"prompts": {"train": "abc"}}, "the split 'train' is a text"),
-        ({"prompts": [PROMPTS[0], None]}, "given row 1: the prompt is a NoneType"),
-        ({"prompts": [""]}, "given row 0: the prompt is empty"),
-        ({"prompts": [[{"rolle": "user", "content": "Tea"}]]}, "given row 0: each message of the prompt needs role"),
-        ({"prompts": [[{"role": "user", "content": "Tea"}]]}, "given row 0: .* the tokenizer has no chat template"),
-        ({"reward": "module:name"}, "reward is not a function f.prompts, .* but a str"),
-        ({"reward": lambda prompts, completions: [0.0]}, "reward must accept ..columns"),
-        ({"on_step": "print"}, "on_step is not a function f.step, metrics., but a str"),
-        ({"policy": "some/folder"}, "policy: some/folder is a name, not a model; give it as --model_name"),
-        ({"tokenizer": "some/folder"}, "tokenizer: a tokenizer of transformers is needed, not a str"),
-        ({"args": {"sft_experiment_dir": "x"}}, "--sft_experiment_dir x contradicts policy"),
+        ({"prompts": PROMPTS[0]}, ["prompts", "str"]),
+        ({"prompts": 5}, ["prompts", "int"]),
+        ({"prompts": Frame(prompt=PROMPTS)}, ["Frame", ".to_dict"]),
+        ({"prompts": {"train": "abc"}}, ["'train'"]),
+        ({"prompts": [PROMPTS[0], None]}, ["row 1", "NoneType"]),
+        ({"prompts": [""]}, ["row 0", "prompt"]),
+        ({"prompts": [[{"rolle": "user", "content": "Tea"}]]}, ["row 0", "role"]),
+        ({"prompts": [[{"role": "user", "content": "Tea"}]]}, ["row 0", "template"]),
+        ({"reward": "module:name"}, ["reward", "str"]),
+        ({"reward": lambda prompts, completions: [0.0]}, ["reward", "**columns"]),
+        ({"on_step": "print"}, ["on_step", "str"]),
+        ({"policy": "some/folder"}, ["policy", "some/folder", "--model_name"]),
+        ({"tokenizer": "some/folder"}, ["tokenizer", "str"]),
+        ({"args": {"sft_experiment_dir": "x"}}, ["--sft_experiment_dir x", "policy"]),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_objects_that_cannot_work_are_refused_before_anything_is_written(objects, words, tokenizer, tmp_path):
+def test_objects_that_cannot_work_are_refused_before_anything_is_written(objects, facts, tokenizer, tmp_path):
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.chat_template = None
     args = ppo_args(tmp_path, **objects.get("args", {}))
     given = {"tokenizer": tokenizer, "prompts": PROMPTS, "reward": short, "policy": model_of(tokenizer)} | objects
     given.pop("args", None)
-    with pytest.raises(UsageError, match=words):
+    with error_naming(UsageError, *facts):
         ppo.train(args, **given)
     assert not list(tmp_path.iterdir())
 

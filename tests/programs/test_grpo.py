@@ -377,30 +377,30 @@ def test_a_loss_of_ones_own_by_import_path(cafe_data, base_model, tmp_path, caps
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("given", "facts"),
     [
-        ({"num_generations": 1}, "--advantage std .*--num_generations"),
-        ({"mini_batch_size": 16, "micro_batch_size": 8}, "--mini_batch_size 16 .*try 8"),
-        ({"loss_type": "cispoo"}, "--loss_type cispoo"),
-        ({"advantage": "median"}, "--advantage median"),
-        ({"overlong_buffer": 12}, "--overlong_buffer 12 .*--max_new_tokens 12"),
+        ({"num_generations": 1}, ["--advantage std", "--num_generations"]),
+        ({"mini_batch_size": 16, "micro_batch_size": 8}, ["--mini_batch_size 16", "8"]),
+        ({"loss_type": "cispoo"}, ["--loss_type cispoo"]),
+        ({"advantage": "median"}, ["--advantage median"]),
+        ({"overlong_buffer": 12}, ["--overlong_buffer 12", "--max_new_tokens 12"]),
     ],
 )
-def test_flags_that_cannot_be_meant_are_one_line(given, message):
-    with pytest.raises(ValueError, match=message):
+def test_flags_that_cannot_be_meant_are_one_line(given, facts):
+    with error_naming(ValueError, *facts):
         grpo_args(**given)
 
 
 @pytest.mark.parametrize(
-    ("name", "message"),
+    ("name", "fact"),
     [
-        ("mean_loss", "returned .. for .2, 3."),
-        ("constant_loss", "returned losses without a gradient"),
-        ("loss_of_two", "failed with TypeError: .* but 4 were given"),
+        ("mean_loss", "(2, 3)"),
+        ("constant_loss", "gradient"),
+        ("loss_of_two", "TypeError"),
     ],
 )
-def test_a_loss_that_is_none_is_refused_before_the_model_is_loaded(name, message):
-    with pytest.raises(UsageError, match=f"--loss_type helpers.rewards:{name} {message}"):
+def test_a_loss_that_is_none_is_refused_before_the_model_is_loaded(name, fact):
+    with error_naming(UsageError, f"--loss_type helpers.rewards:{name}", fact):
         grpo_args(loss_type=f"helpers.rewards:{name}").load_loss()
 
 
@@ -418,16 +418,16 @@ def test_an_advantage_of_ones_own_by_import_path(cafe_data, base_model, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("name", "message"),
+    ("name", "fact"),
     [
-        ("one_advantage", "returned .2,. for .2, 4."),
-        ("advantage_without_a_number", "not finite"),
-        ("loss_of_two", "failed with TypeError"),
-        ("missing", "cannot be imported"),
+        ("one_advantage", "(2, 4)"),
+        ("advantage_without_a_number", "finite"),
+        ("loss_of_two", "TypeError"),
+        ("missing", "missing"),
     ],
 )
-def test_an_advantage_that_is_none_is_refused_before_the_model_is_loaded(name, message):
-    with pytest.raises(UsageError, match=f"--advantage helpers.rewards:{name} .*{message}"):
+def test_an_advantage_that_is_none_is_refused_before_the_model_is_loaded(name, fact):
+    with error_naming(UsageError, f"--advantage helpers.rewards:{name}", fact):
         check_args(grpo_args(advantage=f"helpers.rewards:{name}", reward_function=["helpers.rewards:vowels"]), GRPOArgs)
 
 

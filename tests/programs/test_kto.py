@@ -23,7 +23,7 @@ from helpers import (
     save_model,
     weights,
 )
-from helpers.errors import error_naming
+from helpers.errors import error_naming, refused
 
 from lightrlhf import dpo, kto
 from lightrlhf.cli.errors import UsageError
@@ -222,12 +222,6 @@ def test_a_dry_run_scores_the_mismatches_of_its_steps_alone(data, base_model, tm
 
 
 # --------------------------------------------------------------------------------------------------------- resuming
-@pytest.fixture(scope="module")
-def noisy_model(tmp_path_factory, tokenizer):
-    dropout = {"attn_pdrop": 0.1, "resid_pdrop": 0.1, "embd_pdrop": 0.1}
-    return save_model("gpt2", tmp_path_factory.mktemp("models") / "gpt2", tokenizer, **dropout)
-
-
 def long_run(data, model) -> list[str]:
     flags = ["--data_dir", str(data), "--model_name", str(model), "--log_interval", "1", "--disable_dropout", "False"]
     flags += ["--mini_batch_size", "8", "--micro_batch_size", "4", "--lr_warmup_steps", "3", "--learning_rate", "1e-3"]
@@ -250,17 +244,8 @@ def test_a_resumed_run_is_bitwise_as_one_that_never_stopped(loss_type, data, noi
 
 def test_a_resumed_run_with_more_steps_scores_their_mismatches_too(data, base_model, tmp_path):
     flags = ["--data_dir", str(data), "--model_name", str(base_model), "--log_dir", str(tmp_path), *FEW]
-    flags += [
-        "--lr_scheduler_type",
-        "constant",
-        "--loss_type",
-        "kto",
-        "--mini_batch_size",
-        "16",
-        "--eval_interval",
-        "0",
-    ]
-    flags += ["--learning_rate", "1e-3", "--micro_batch_size", "16"]
+    flags += ["--lr_scheduler_type", "constant", "--loss_type", "kto", "--mini_batch_size", "16"]
+    flags += ["--eval_interval", "0", "--learning_rate", "1e-3", "--micro_batch_size", "16"]
     whole, part = (main([*flags, "--max_steps", steps]) for steps in ("4", "2"))
     main(["--resume_from", part, "--max_steps", "4"])
     assert weights(last_checkpoint(part)) == weights(last_checkpoint(whole))
@@ -305,41 +290,31 @@ def test_two_ranks_equal_one_at_the_same_global_batch(loss_type, data, base_mode
 
 
 # --------------------------------------------------------------------------------------------------------- bad calls
-def refused(flags: list, capsys, program=main) -> str:
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as stopped:
-        program([str(flag) for flag in flags])
-    lines = [line for line in capsys.readouterr().err.splitlines() if line.strip()]
-    assert stopped.value.code == 2 and len(lines) == 1, lines
-    return lines[0]
-
-
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
         (["--mini_batch_size", "1", "--micro_batch_size", "1"], "--mini_batch_size"),
         (["--rpo_alpha", "1"], "--rpo_alpha"),
-        (["--desirable_weight", "0"], "--desirable_weight 0"),
         (["--loss_type", "sigmoid"], "--loss_type sigmoid"),
         (["--max_length", "3"], "--max_length 3"),
     ],
 )
 def test_a_bad_call_is_one_line_and_leaves_nothing_behind(flags, told, data, base_model, tmp_path, capsys):
     good = ["--data_dir", data, "--model_name", base_model, "--log_dir", tmp_path / "logs", "--loss_type", "kto", *CPU]
-    assert told in refused([*good, *flags], capsys)
+    assert told in refused(capsys, main, *good, *flags)
     assert not list(tmp_path.rglob("args.json"))
 
 
 def test_data_of_the_other_kind_is_refused_with_the_program_that_fits(data, cafe_data, base_model, capsys):
-    line = refused(["--data_dir", cafe_data, "--model_name", base_model, "--loss_type", "bco", *CPU], capsys)
+    line = refused(capsys, main, "--data_dir", cafe_data, "--model_name", base_model, "--loss_type", "bco", *CPU)
     assert "unpaired_train.pt" in line and "preference_train.pt" in line and "lightrlhf.dpo" in line
-    line = refused(["--data_dir", data, "--model_name", base_model, *CPU], capsys, dpo.main)
+    line = refused(capsys, dpo.main, "--data_dir", data, "--model_name", base_model, *CPU)
     assert "preference_train.pt" in line and "unpaired_train.pt" in line and "lightrlhf.kto" in line
 
 
 @pytest.mark.parametrize("loss_type", LOSSES)
 def test_dpo_names_the_program_that_has_these_losses(loss_type, capsys):
-    line = refused(["--model_name", "tiny", "--loss_type", loss_type], capsys, dpo.main)
+    line = refused(capsys, dpo.main, "--model_name", "tiny", "--loss_type", loss_type)
     assert f"--loss_type {loss_type}" in line and f"lightrlhf.kto --loss_type {loss_type}" in line
     with pytest.raises(ValueError, match="lightrlhf.kto"):
         DPOArgs(model_name="tiny", loss_type=loss_type)
@@ -363,18 +338,17 @@ def test_rows_that_nothing_can_be_learned_from_are_refused(tokenizer, base_model
         train([{"prompt": "tea?", "label": True}], "bco")
 
 
+def test_the_advised_weight_makes_the_weighted_counts_equal(data):
+    rows = [{"input_ids": [i, 5], "prompt_len": 1, "label": i % 3 > 0} for i in range(9)]  # 6 good, 3 bad
+    for good, bad, advised in ((1.0, 1.0, "2"), (2.0, 1.0, "4"), (1.0, 1.75, None)):
+        notes = kto.check_labels(arguments(data, desirable_weight=good, undesirable_weight=bad), rows)
+        assert [note.split("--undesirable_weight ")[1].split()[0] for note in notes] == ([advised] if advised else [])
+
+
 def test_rows_from_python_and_the_advice_on_weights(tokenizer, base_model, tmp_path, capsys):
     rows = [{"prompt": f"tea {i}?", "completion": f" {i} please", "label": i % 3 > 0} for i in range(9)]
     more = {"mini_batch_size": 4, "micro_batch_size": 4, "max_steps": 3, "accelerator": "cpu", "eval_interval": 0}
     args = KTOArgs(model_name=str(base_model), log_dir=str(tmp_path), loss_type="kto", **more)
     folder = kto.train(args, tokenizer=tokenizer, rows=rows)
-    assert "6 good and 3 bad responses: the paper advises --undesirable_weight 2 for them" in capsys.readouterr().out
+    assert "--undesirable_weight 2 " in capsys.readouterr().out
     assert last_checkpoint(folder).is_dir()  # the third mini-batch has one row
-    args = KTOArgs(
-        model_name=str(base_model),
-        log_dir=str(tmp_path),
-        undesirable_weight=1.75,
-        **more | {"epochs": 1},
-    )
-    kto.train(args, tokenizer=tokenizer, rows=rows)
-    assert "the paper advises" not in capsys.readouterr().out

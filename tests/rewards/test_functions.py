@@ -257,24 +257,24 @@ def test_names_are_unique_and_none_is_that_of_a_count():
 
 
 @pytest.mark.parametrize(
-    "flags, reward, message",
+    "flags, reward, fact",
     [
-        ({}, None, "--reward_function .*reward"),
+        ({}, None, "--reward_function"),
         ({"reward_function": ["a:b"]}, rewards.length, "--reward_function"),
         ({}, [], "reward:"),
         ({"reward_weights": [0.5]}, [], "reward:"),
         (
             {"reward_function": ["a:b", "c:d"], "reward_weights": [1.0]},
             None,
-            "--reward_weights 1.0: give 2, one for each",
+            "--reward_weights 1.0",
         ),
-        ({"rm_experiment_dir": ".", "reward_weights": [1.0]}, rewards.length, "give 2.*reward model first"),
-        ({"reward_weights": [0.0]}, rewards.length, "are all 0"),
-        ({}, [rewards.length, 3], "reward is not a function"),
+        ({"rm_experiment_dir": ".", "reward_weights": [1.0]}, rewards.length, "2"),
+        ({"reward_weights": [0.0]}, rewards.length, "0"),
+        ({}, [rewards.length, 3], "reward"),
     ],
 )
-def test_flags_that_cannot_be_meant_are_refused(flags, reward, message):
-    with pytest.raises(UsageError, match=message):
+def test_flags_that_cannot_be_meant_are_refused(flags, reward, fact):
+    with error_naming(UsageError, fact):
         check_args(RewardArgs(**flags), RewardArgs, {"reward": reward})
 
 

@@ -97,16 +97,16 @@ def test_two_writers_of_one_file_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "text, message",
+    "text, facts",
     [
-        ('{"prompt": "a"}\n{"prompt": \n', r"rows.jsonl:2 is not JSON"),
-        ('{"prompt": "a"}\n[1]\n', r"rows.jsonl:2 is not a JSON object but a list"),
-        ('{"text": "a"}\n', r"row 1 has no 'prompt'; it has text"),
+        ('{"prompt": "a"}\n{"prompt": \n', ["rows.jsonl:2", "JSON"]),
+        ('{"prompt": "a"}\n[1]\n', ["rows.jsonl:2", "list"]),
+        ('{"text": "a"}\n', ["row 1", "'prompt'", "text"]),
     ],
 )
-def test_a_bad_line_is_named(tmp_path, text, message):
+def test_a_bad_line_is_named(tmp_path, text, facts):
     (tmp_path / "rows.jsonl").write_text(text)
-    with pytest.raises(UsageError, match=message):
+    with error_naming(UsageError, *facts):
         read_jsonl(tmp_path / "rows.jsonl", needs=["prompt"])
 
 

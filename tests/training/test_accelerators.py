@@ -39,16 +39,16 @@ def test_bfloat16_is_that_of_the_device(on_a_mac):
 
 
 @pytest.mark.parametrize(
-    "flags, words",
+    "flags, fact",
     [
-        ({"devices": 2}, "one rank"),
+        ({"devices": 2}, "rank"),
         ({"strategy": "ddp"}, "--strategy ddp"),
-        ({"precision": "16-mixed"}, "needs a CUDA GPU"),
-        ({"accelerator": "cuda"}, "use one of mps, cpu"),
+        ({"precision": "16-mixed"}, "CUDA"),
+        ({"accelerator": "cuda"}, "mps, cpu"),
     ],
 )
-def test_what_an_apple_gpu_cannot_do_is_refused_by_name(flags, words, on_a_mac):
-    with pytest.raises(UsageError, match=words):
+def test_what_an_apple_gpu_cannot_do_is_refused_by_name(flags, fact, on_a_mac):
+    with error_naming(UsageError, fact):
         make_fabric(TrainArgs(**flags))
     if "accelerator" not in flags:  # the way out
         make_fabric(TrainArgs(**flags | {"accelerator": "cpu", "precision": "32-true"}))

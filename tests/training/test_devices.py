@@ -20,6 +20,7 @@ import psutil
 import pytest
 import torch
 from helpers import CPU, ROOT, environment, last_checkpoint, metrics, reseal, run_program, save_model
+from helpers.errors import error_naming
 from helpers.forks import started_program
 from helpers.processes import PATIENCE
 from helpers.programs import main_of
@@ -353,9 +354,9 @@ def test_each_run_of_a_script_that_is_restarted_finds_its_own(tmp_path, monkeypa
     [
         (
             {"TORCHELASTIC_USE_AGENT_STORE": "True"},
-            "set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 and",
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1",
         ),
-        ({"TORCHELASTIC_USE_AGENT_STORE": "False", "TORCHELASTIC_ERROR_FILE": ""}, "leave out --log-dir /dev/null"),
+        ({"TORCHELASTIC_USE_AGENT_STORE": "False", "TORCHELASTIC_ERROR_FILE": ""}, "--log-dir /dev/null"),
     ],
 )
 def test_a_torchrun_whose_restarts_would_hang_is_refused_at_once(variables, error, monkeypatch):
@@ -363,7 +364,7 @@ def test_a_torchrun_whose_restarts_would_hang_is_refused_at_once(variables, erro
         monkeypatch.setenv(name, value)
     check_restarts()  # it restarts nothing
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
-    with pytest.raises(UsageError, match=f"torchrun --max-restarts 3: .*{error}"):
+    with error_naming(UsageError, "--max-restarts 3", error):
         check_restarts()
 
 
@@ -373,12 +374,12 @@ def test_a_torchrun_whose_restarts_would_hang_is_refused_at_once(variables, erro
         ({}, {"devices": 4, "num_nodes": 2}, (4, 2)),
         ({"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}, {}, (4, 2)),
         ({"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}, {"devices": 4}, (4, 2)),
-        ({"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}, {"devices": 4}, "--devices 4, but"),
+        ({"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}, {"devices": 4}, "--devices 4"),
         ({"SLURM_NTASKS": "16", "SLURM_NNODES": "2", "SLURM_JOB_NAME": "train"}, {}, (8, 2)),
         (
             {"SLURM_NTASKS": "16", "SLURM_NNODES": "2", "SLURM_JOB_NAME": "train"},
             {"num_nodes": 3},
-            "--num_nodes 3, but",
+            "--num_nodes 3",
         ),
         ({"SLURM_NTASKS": "1", "SLURM_JOB_NAME": "train"}, {"devices": 2}, (2, 1)),
     ],
@@ -389,7 +390,7 @@ def test_torchrun_and_slurm_say_how_many_processes_there_are(environment, flags,
     if isinstance(found, tuple):
         assert processes(TrainArgs(**flags)) == found
     else:
-        with pytest.raises(UsageError, match=found):
+        with error_naming(UsageError, found):
             processes(TrainArgs(**flags))
 
 

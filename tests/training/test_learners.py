@@ -32,7 +32,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_step(run, bad):
     one = run()
     wrapped = one.setup("policy", linear(), 1e-3, 10)
     one.progress.step = 6
-    with pytest.raises(RunFailure, match=f"loss is -?{bad} at step 7; no checkpoint had been written yet"):
+    with error_naming(RunFailure, bad, "step 7"):
         one.backward(wrapped(torch.ones(1, 3)).sum() * bad)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import CPU, kill_seed, last_checkpoint, listing, metrics, reseal, run_killed, save_model, weights
+from helpers import CPU, kill_seed, last_checkpoint, listing, metrics, reseal, run_killed, weights
 from helpers.data import gpt2_like
 from helpers.programs import main_of
 
@@ -22,13 +22,6 @@ from lightrlhf.storage.checkpoint import sha256
 from lightrlhf.storage.temporary import host
 
 PROGRAMS = ("sft", "rm", "ppo")
-
-
-@pytest.fixture(scope="module")
-def noisy_model(tmp_path_factory, tokenizer):
-    """A model with dropout, so that resuming must bring back the random numbers too."""
-    dropout = {"attn_pdrop": 0.1, "resid_pdrop": 0.1, "embd_pdrop": 0.1}
-    return save_model("gpt2", tmp_path_factory.mktemp("models") / "gpt2", tokenizer, **dropout)
 
 
 def long_run(program: str, cafe_data, model, rm_dir) -> list[str]:
