@@ -1,6 +1,6 @@
 """Sweep over flags and seeds: train a program for each combination of a file, then show a table and a picture.
 
-`lightrlhf sweep FILE.yaml` runs a grid or samples of the flags of any training program (the file: `cli/sweep_file.py`),
+`lightrlhf sweep FILE.yaml` runs a grid of flags of any training program (the file: `cli/sweep_file.py`),
 each run in a process of its own, whose memory is free when it ends and whose failure ends nothing else. What is done is
 read from the folder, so the same command goes on after a kill, retries what failed, and adds values and seeds that were
 added to the file.
@@ -53,7 +53,7 @@ class SweepArgs(Args):
     """Train a program for each combination of flags and each seed of a file."""
 
     sweep_file: str = flag(show="first", positional=True)
-    """YAML file with program, flags, grid or sample, seeds and metric; may be given without its flag."""
+    """YAML file with program, flags, grid, seeds and metric; may be given without its flag."""
     output_dir: str | None = None
     """Folder of all runs and results; `logs/sweeps/` and the file's name when not given."""
 

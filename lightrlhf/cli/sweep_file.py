@@ -7,18 +7,10 @@
     seeds: [1, 2, 3]
     metric: val/loss                   # as `--keep_best` takes it: min:NAME or max:NAME where the name does not say
 
-    sample:                            # instead of `grid`: combinations of one draw of each, in the order of the file
-      learning_rate: {log_uniform: [1.0e-5, 1.0e-3]}
-      weight_decay: {uniform: [0, 0.1]}
-      mini_batch_size: {choice: [8, 16]}
-    num_samples: 8                     # a larger number keeps the first ones
-    sample_seed: 0
-
 Every combination is read by the parser of its program, so the file is refused as the command line would be.
 
-Left out: values that depend on the results of others, and flags that depend on each other. What remains is
-`itertools.product` and `random`. Of kept libraries, scikit-learn's ParameterGrid would save that one line; optuna,
-hydra, ray and W&B bring a study, a launcher or a server, and leave the checks here and the resuming to be written.
+Left out: values that are drawn or depend on the results of others (howto/sweeps.md has a study by optuna), and flags
+that depend on each other.
 """
 
 from __future__ import annotations
@@ -31,20 +23,19 @@ import io
 import itertools
 import json
 import math
-import random
 import re
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple, get_args, get_type_hints
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.cli.groups.evaluation import best_metric
 from lightrlhf.cli.names import ALIASES
 from lightrlhf.cli.parser import parse
-from lightrlhf.cli.stored_flags import FLOAT, nearest, read_config
+from lightrlhf.cli.stored_flags import nearest, read_config
 from lightrlhf.programs import TRAINING
 
 REQUIRED = {"program": "program: sft", "seeds": "seeds: [1, 2, 3]", "metric": "metric: val/loss"}
-KEYS = {*REQUIRED, "flags", "grid", "sample", "num_samples", "sample_seed"}
+KEYS = {*REQUIRED, "flags", "grid"}
 OF_THE_SWEEP = {  # flags that a file does not set, and why
     "seed": "give seeds",
     "output_dir": "each run has a folder of its own in the sweep's",
@@ -53,9 +44,7 @@ OF_THE_SWEEP = {  # flags that a file does not set, and why
     "push_to_hub": "each run would replace the one before; upload the one you choose",
     **dict.fromkeys(("help", "help_all", "print_config"), "it trains nothing"),
 }
-DISTRIBUTIONS = ("choice", "uniform", "log_uniform")
 MOST = 1000  # combinations
-ATTEMPTS = 100  # draws for each distinct sample
 LONGEST = 100  # characters of a folder's name
 
 
@@ -132,7 +121,7 @@ def _read(stored: Mapping[str, Any]) -> Sweep:
     fixed, swept = _flags(stored)
     first, *others = seeds
     found: dict[tuple[str, ...], Combination] = {}  # by all flags
-    for values in _sampled(stored, swept, args_class) if "sample" in stored else _grid(swept):
+    for values in _grid(swept):
         args = parsed(args_class, [_word(name, value) for name, value in {**fixed, **values, "seed": first}.items()])
         read = {name: getattr(args, name) for name in values}
         one, flags = Combination(_folder(read) or program, read, args), tuple(non_default_words(args))
@@ -156,22 +145,17 @@ def _seeds(given: Any) -> list[int]:
 
 
 def _flags(stored: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The fixed flags, `config` first, so that the others win, and those of `grid` or `sample` with what they take."""
-    if "grid" in stored and "sample" in stored:
-        raise ValueError("grid and sample are both given; leave one out")
-    for name in ("num_samples", "sample_seed"):
-        if name in stored and "sample" not in stored:
-            raise ValueError(f"{name} is of sample, which is not given; leave it out")
-    for key in ("flags", "grid", "sample"):
+    """The fixed flags, `config` first, so that the others win, and those of `grid` with their values."""
+    for key in ("flags", "grid"):
         if not isinstance(stored.get(key, {}), dict):
             raise ValueError(f"{key} {stored[key]} is not a mapping of flags such as `learning_rate: …`")
         for name in stored.get(key, {}):
             if name in OF_THE_SWEEP:
                 raise ValueError(f"{key}: {name} is not for a sweep file, {OF_THE_SWEEP[name]}")
-    given = stored.get("flags", {}), stored.get("grid", stored.get("sample", {}))
+    given = stored.get("flags", {}), stored.get("grid", {})
     fixed, swept = ({_own_name(name): value for name, value in flags.items()} for flags in given)
-    if ("grid" in stored or "sample" in stored) and not swept:
-        raise ValueError(f"{'grid' if 'grid' in stored else 'sample'} is empty; give flags to vary, or leave it out")
+    if "grid" in stored and not swept:
+        raise ValueError("grid is empty; give flags to vary, or leave it out")
     if "config" in swept:
         raise ValueError("config cannot be varied; give it in flags")
     if both := sorted(fixed.keys() & swept.keys()):
@@ -187,65 +171,13 @@ def _own_name(flag: Any) -> str:
 def _grid(swept: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """All combinations; a single one without values where nothing is varied, as for seeds alone."""
     for name, values in swept.items():
-        _check_list("grid", name, values)
+        if not isinstance(values, list):
+            raise ValueError(f"grid: {name} {values} is not a list such as [{values}]; fixed values are in flags")
+        if not values:
+            raise ValueError(f"grid: {name} has no values")
     if (count := math.prod(map(len, swept.values()))) > MOST:
-        raise ValueError(f"grid has {count:,} combinations, more than {MOST:,}; give sample with num_samples")
+        raise ValueError(f"grid has {count:,} combinations, more than {MOST:,}; leave some values out")
     return (dict(zip(swept, values)) for values in itertools.product(*swept.values()))
-
-
-def _check_list(key: str, name: str, values: Any) -> None:
-    if not isinstance(values, list):
-        raise ValueError(f"{key}: {name} {values} is not a list of values such as [{values}]; fixed ones are in flags")
-    if not values:
-        raise ValueError(f"{key}: {name} has no values")
-
-
-# ------------------------------------------------------------------------------------------------------------- samples
-def _sampled(stored: Mapping[str, Any], swept: Mapping[str, Any], args_class: Any) -> list[dict[str, Any]]:
-    """Distinct draws, as many as `num_samples`; a larger number leaves the first ones as they are."""
-    count, seed = stored.get("num_samples"), stored.get("sample_seed", 0)
-    if type(count) is not int or not 1 <= count <= MOST:
-        raise ValueError(f"num_samples {count} is not a whole number from 1 to {MOST}")
-    if type(seed) is not int:
-        raise ValueError(f"sample_seed {seed} is not a whole number")
-    hints = get_type_hints(args_class)
-    draws = {name: _distribution(name, given, hints.get(name)) for name, given in swept.items()}
-    generator, found = random.Random(seed), []
-    for _ in range(ATTEMPTS * count):
-        one = {name: draw(generator) for name, draw in draws.items()}
-        if one not in found:
-            found.append(one)
-        if len(found) == count:
-            return found
-    raise ValueError(f"num_samples {count} is more than the {len(found)} that sample has; use grid, or a smaller one")
-
-
-def _distribution(name: str, given: Any, hint: Any) -> Callable[[random.Random], Any]:
-    """What draws a value of a flag: numbers of three digits, whole ones for a flag that takes no others."""
-    kind, values = next(iter(given.items())) if isinstance(given, dict) and len(given) == 1 else ("", [])
-    if kind not in DISTRIBUTIONS:
-        raise ValueError(f"sample: {name} {given} is not one of {', '.join(DISTRIBUTIONS)}, as {{uniform: [0, 1]}}")
-    _check_list(f"sample: {name}", kind, values)
-    if kind == "choice":
-        return lambda generator: generator.choice(values)
-    low, high = map(_number, values) if len(values) == 2 else (math.nan, math.nan)
-    if not (low < high and (low > 0 or kind == "uniform")):
-        least = "above 0 " if kind == "log_uniform" else ""
-        raise ValueError(f"sample: {name}: {kind} {values} is not two numbers {least}in ascending order")
-    is_whole = int in (hint, *get_args(hint))
-
-    def draw(generator: random.Random) -> float:
-        log = kind == "log_uniform"
-        value = math.exp(generator.uniform(math.log(low), math.log(high))) if log else generator.uniform(low, high)
-        return round(value) if is_whole else float(f"{value:.3g}")
-
-    return draw
-
-
-def _number(value: Any) -> float:
-    """A number of YAML, which reads 1e-4 as a text; NaN for anything else."""
-    is_number = isinstance(value, int | float) or (isinstance(value, str) and FLOAT.fullmatch(value.lower()))
-    return float(value) if is_number else math.nan
 
 
 # --------------------------------------------------------------------------------------------------------------- words

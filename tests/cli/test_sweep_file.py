@@ -15,8 +15,6 @@ from lightrlhf.cli.sweep_file import LONGEST, Sweep, non_default_words, read_swe
 from lightrlhf.programs import TRAINING
 
 HEAD = "program: sft\nflags: {model_name: tiny}\nseeds: [1, 2]\nmetric: val/loss\n"
-SAMPLE = "program: sft\nseeds: [1]\nmetric: val/loss\nsample: {learning_rate: {log_uniform: [1e-5, 1e-3]}, "
-SAMPLE += "mini_batch_size: {uniform: [8, 64]}, micro_batch_size: {choice: [1]}}\n"
 
 
 def read(folder: Path, text: str) -> Sweep:
@@ -36,16 +34,6 @@ def test_a_grid_has_every_combination_as_the_program_reads_it(tmp_path):
     assert values(sweep) == [(1e-4, True), (1e-4, False), (0.1, True), (0.1, False)]
     assert sweep.combinations[1].name == "learning_rate=0.0001+use_targets=False"
     assert sweep.combinations[1].args.seed == 1 and sweep.combinations[1].args.use_targets is False
-
-
-def test_a_larger_number_of_samples_keeps_the_first_ones(tmp_path):
-    few, many = (values(read(tmp_path, f"{SAMPLE}num_samples: {count}\n")) for count in (3, 30))
-    assert many[:3] == few and len(set(many)) == 30
-    assert values(read(tmp_path, f"{SAMPLE}num_samples: 3\nsample_seed: 1\n")) != few
-    for rate, batch, _ in many:
-        assert 1e-5 <= rate <= 1e-3 and float(f"{rate:.3g}") == rate
-        assert isinstance(batch, int) and 8 <= batch <= 64
-    assert sum(rate < 1e-4 for rate, _, _ in many) >= 9  # half of them, where a uniform distribution has a tenth
 
 
 def test_flags_of_a_config_file_hold_where_the_sweep_has_no_others(tmp_path):
@@ -119,7 +107,7 @@ def test_the_examples_are_valid(path, monkeypatch):
         (HEAD + "grid: {learning_rate: [-1]}\n", "--learning_rate -1.0 must be above 0"),
         (HEAD + "grid: {learning_rate: {a: 1}}\n", "grid: learning_rate {'a': 1} is not a list"),
         (HEAD + "grid: {learning_rate: [{a: 1}]}\n", "{'a': 1} is no value of a flag"),
-        (HEAD + "grid: {learning_rate: 0.1}\n", "grid: learning_rate 0.1 is not a list of values such as [0.1]"),
+        (HEAD + "grid: {learning_rate: 0.1}\n", "grid: learning_rate 0.1 is not a list such as [0.1]"),
         (HEAD + "grid: {learning_rate: []}\n", "grid: learning_rate has no values"),
         (HEAD + "grid: {}\n", "grid is empty"),
         (HEAD + "grid: [1]\n", "grid [1] is not a mapping"),
@@ -136,27 +124,7 @@ def test_the_examples_are_valid(path, monkeypatch):
         (HEAD.replace("[1, 2]", "['1']"), "seeds: '1' is not a whole number"),
         (HEAD.replace("[1, 2]", "[1, 2.5]"), "seeds: 2.5 is not a whole number"),
         (HEAD.replace("[1, 2]", "[1, -2]"), "--seed -2 must lie in"),
-        (HEAD + "num_samples: 3\n", "num_samples is of sample, which is not given"),
-        (
-            HEAD + "grid: {learning_rate: [1]}\nsample: {learning_rate: {choice: [1]}}\n",
-            "grid and sample are both given",
-        ),
-        (SAMPLE, "num_samples None is not a whole number from 1"),
-        (SAMPLE + "num_samples: 2\nsample_seed: x\n", "sample_seed x is not a whole number"),
-        (
-            HEAD + "num_samples: 2\nsample: {use_targets: {choice: [True]}}\n",
-            "num_samples 2 is more than the 1 that sample has",
-        ),
-        (
-            HEAD + "num_samples: 2\nsample: {use_targets: [True]}\n",
-            "sample: use_targets [True] is not one of choice, uniform",
-        ),
-        (HEAD + "num_samples: 2\nsample: {learning_rate: {log_uniform: [0, 1]}}\n", "is not two numbers above 0"),
-        (HEAD + "num_samples: 2\nsample: {learning_rate: {uniform: [1]}}\n", "is not two numbers in ascending order"),
-        (
-            HEAD + "num_samples: 2\nsample: {learning_rate: {uniform: [a, b]}}\n",
-            "is not two numbers in ascending order",
-        ),
+        (HEAD + "sample: {learning_rate: [1]}\n", "unknown key sample"),
     ],
 )
 def test_a_wrong_file_is_refused_in_one_line_that_names_it(text, pins, tmp_path):

@@ -17,6 +17,8 @@ import sys
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 from helpers import CAFE_SIZES, ROOT, save_model
@@ -288,6 +290,23 @@ def test_the_program_of_the_page_on_python(working_dir, capsys):
     assert len(scores) == 3 and max(scores) < 0
     given = json.loads(Path(experiment, "args.json").read_text())["given"]
     assert given.keys() == {"policy", "tokenizer", "prompts", "reward"}
+
+
+def test_the_study_of_the_page_on_sweeps(working_dir, monkeypatch, capsys):
+    """With optuna's names, and a trial that takes the lower bound of each value."""
+
+    class Study:
+        best_params: ClassVar = {}
+
+        def optimize(self, objective, n_trials):
+            trial = SimpleNamespace(suggest_float=lambda name, low, high, log: self.best_params.setdefault(name, low))
+            assert 0 < objective(trial) < 20 and n_trials > 1
+
+    monkeypatch.setitem(sys.modules, "optuna", SimpleNamespace(create_study=lambda **_: Study()))
+    ((body, _),) = blocks((ROOT / "howto" / "sweeps.md").read_text(encoding="utf-8"), "python")
+    (working_dir / "study.py").write_text(body)
+    runpy.run_path(str(working_dir / "study.py"))
+    assert capsys.readouterr().out.splitlines()[-1] == "{'learning_rate': 1e-05}"
 
 
 def test_the_example_scripts_call_our_programs_with_flags_they_know(tmp_path, monkeypatch):
