@@ -244,7 +244,7 @@ def complete(tokenizer: PreTrainedTokenizerBase, chat_template: str | None) -> A
     elif not tokenizer.chat_template:
         tokenizer.chat_template = ("{{ bos_token }}" if adds_bos(tokenizer) else "") + PLAIN_TEMPLATE
     try:
-        tokenizer.apply_chat_template([{"role": "user", "content": "Hello"}], tokenize=False)
+        tokenizer.apply_chat_template([{"role": "user", "content": "Hello"}], tokenize=False)  # Raw text: a greeting
     except TEMPLATE_ERRORS as problem:
         whose = "--chat_template" if chat_template else "the tokenizer's chat template"
         raise UsageError(f"{whose} cannot be rendered ({first_line(problem)})") from None

@@ -209,6 +209,7 @@ class Encoder:
     def _encode(self, texts: list[str], with_offsets: bool) -> Iterable[Tokens]:
         """Ids of each text, and the characters of each id."""
         if not self.tokenizer.is_fast:
+            # Raw text: behind marks.
             return ((ids, []) for ids in self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"])
         backend = self.tokenizer.backend_tokenizer  # faster than the tokenizer's own call: no masks
         backend.no_truncation()

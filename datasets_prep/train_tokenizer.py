@@ -71,6 +71,7 @@ def main(argv: list[str] | None = None) -> str:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer, pad_token=PAD, eos_token=EOS)
     with lock_folder(destination, "--destination_dir"), replacing(destination, []) as folder:
         tokenizer.save_pretrained(folder)
+    # Raw text: tokens are only counted.
     tokens = sum(len(ids) for ids in tokenizer(texts[:1000])["input_ids"])
     characters = sum(map(len, texts[:1000]))
     print(f"wrote {len(tokenizer)} tokens to {args.destination_dir}; {characters / tokens:.1f} characters a token")

@@ -77,6 +77,7 @@ def batches(args: PretrainArgs, tokenizer: PreTrainedTokenizerBase) -> Iterator[
 def _row(
     rng: random.Random, order: Any, tokenizer: PreTrainedTokenizerBase, swap: bool
 ) -> tuple[list[int], list[float], bool]:
+    # Raw text: words of the café's own grammar.
     opening = tokenizer(PROMPT.format(request=request(rng, order)))["input_ids"]
     if not swap:
         answer = tokenizer(" " + random_answer(rng, order, **MIXTURE))["input_ids"] + [tokenizer.eos_token_id]

@@ -160,6 +160,7 @@ def writes_date(tokenizer: PreTrainedTokenizerBase, has_tools: bool = False) -> 
     if name not in template_of(tokenizer, tools):
         return False
 
+    # Raw text: behind marks.
     render: Any = tokenizer.apply_chat_template  # declared for lists of texts alone
 
     def text(messages: Messages, **date: Any) -> Any:

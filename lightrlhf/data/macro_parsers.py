@@ -124,6 +124,7 @@ def token_ends(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], text: str
     special = set(tokenizer.all_special_ids)
     visible = [i for i in ids if i not in special]
     if getattr(tokenizer, "is_fast", False):
+        # Raw text: its offsets count only where its ids are the sampled ones.
         again = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         if again["input_ids"] == visible:
             offsets = iter([end for _, end in again["offset_mapping"]])

@@ -83,6 +83,7 @@ def encode_pair(tokenizer: PreTrainedTokenizerBase, first: str, second: str) -> 
         for text in shown:
             check_spelling(tokenizer, text, [index for piece in text.split(MARK) for index in _ids(tokenizer, piece)])
     if not any(MARK in text for text in shown):
+        # Raw text: behind marks.
         inputs = dict(tokenizer(first, second))
     elif not tokenizer.is_fast:
         pieces = [[tokenizer(piece, add_special_tokens=False)["input_ids"] for piece in t.split(MARK)] for t in shown]

@@ -234,6 +234,7 @@ def _rendered(
 ) -> str | None:
     """Text of messages, with a generation prompt if `prompts`; None if the chat template refuses them."""
     try:
+        # Raw text: known exchanges of this file.
         return str(tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=prompts))
     except TEMPLATE_ERRORS:
         return None

@@ -66,4 +66,5 @@ def target_spans(row: Row) -> Iterator[tuple[int, int]]:
 
 
 def _ids_of(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    # Raw text: texts of ids, to see that a harness reads the same ids.
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])

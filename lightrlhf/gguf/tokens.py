@@ -63,6 +63,7 @@ def tokenizer_metadata(tokenizer: PreTrainedTokenizerBase, ends: Iterable[int], 
     else:
         found |= {"pre": "default", "scores": merge_scores(tokens, merges)}
     found["add_space_prefix"] = prefixes_space(parts)
+    # Raw text: a letter, to see what is added behind it, and a greeting.
     adds_end = tokenizer("a")["input_ids"][-1:] == [tokenizer.eos_token_id]
     found |= {"add_bos_token": bool(adds_bos(tokenizer)), "add_eos_token": adds_end}
     ids = {"bos": tokenizer.bos_token_id, "padding": tokenizer.pad_token_id, "unknown": tokenizer.unk_token_id}

@@ -81,6 +81,7 @@ def observe(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, source: 
         lengths = [len(ids) for ids in starts]
     else:
         asked, rows, lengths = source.asked, source.sequences, source.starts
+    # Raw text: texts of this file, to compare two tokenizers.
     texts = [list(ids) for ids in tokenizer(asked)["input_ids"]]
     scores = [logits(model, row) for row in rows]
     return Observed(asked, texts, rendered(tokenizer), ends, rows, lengths, scores)
