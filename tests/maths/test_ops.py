@@ -48,11 +48,11 @@ def test_positions_count_tokens(seed):
 
 
 def test_masked_mean_of_nothing_is_zero_and_hidden_nans_do_not_count():
-    values = torch.tensor([[1.0, math.nan, 3.0], [math.nan, math.nan, math.nan]], requires_grad=True)
-    mask = torch.tensor([[True, False, True], [False, False, False]])
+    values = torch.tensor([[1.0, math.nan, 3.0], [math.nan] * 3, [8.0, math.nan, math.nan]], requires_grad=True)
+    mask = torch.tensor([[True, False, True], [False] * 3, [True, False, False]])
     rows = ops.masked_mean(values, mask, 1)
-    assert rows.tolist() == [2.0, 0.0]
-    assert float(ops.masked_mean(values.detach(), mask)) == 2.0
+    assert rows.tolist() == [2.0, 0.0, 8.0]
+    assert float(ops.masked_mean(values.detach(), mask)) == 4.0
     rows.sum().backward()
     assert torch.isfinite(values.grad).all()
 

@@ -18,13 +18,11 @@ from helpers import (
     ROOT,
     RunOfOneStep,
     assert_same_gradients,
-    kill_seed,
     last_checkpoint,
     left_padded,
     listing,
     metrics,
     reseal,
-    run_killed,
     run_program,
     save_model,
     tiny_policy,
@@ -560,22 +558,6 @@ def test_a_resumed_run_is_bitwise_as_one_that_never_stopped(more, cafe_data, noi
     assert metrics(whole) == rows
     everything = sum(len(load_split(cafe_data, "preference", split)) for split in ("train", "validation"))
     assert everything not in scored, "the reference was computed again"
-
-
-@pytest.mark.slow
-def test_killed_at_a_random_step_and_resumed_is_bitwise_as_never_killed(cafe_data, noisy_model, tmp_path):
-    flags = [*long_run(cafe_data, noisy_model), "--loss_type", "bco_pair", "--learning_rate", "1e-3", "--epochs", "99"]
-    flags += ["--max_steps", "60", "--save_interval", "4", "--eval_interval", "30"]
-    whole = main([*flags, "--log_dir", str(tmp_path / "whole")])
-    chosen = random.Random(kill_seed()).randint(6, 30)
-    logs = tmp_path / "killed"
-    run_killed(logs, "*/*/*/*/metrics.jsonl", chosen, "lightrlhf.dpo", *flags, "--log_dir", str(logs))
-    (args,) = tmp_path.glob("killed/**/args.json")
-    assert main(["--resume_from", str(args.parent)]) == str(args.parent)
-    assert weights(last_checkpoint(args.parent)) == weights(last_checkpoint(whole)), chosen
-    assert metrics(args.parent) == metrics(whole), chosen
-    one, other = (torch.load(last_checkpoint(d) / "resume.pt", weights_only=True) for d in (args.parent, whole))
-    assert str(one["optimizers"]) == str(other["optimizers"]) and one["extra"] == other["extra"]
 
 
 def test_a_reference_that_is_no_longer_the_same_is_refused(cafe_data, base_model, tokenizer, tmp_path, capsys):

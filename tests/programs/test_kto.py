@@ -15,10 +15,8 @@ from helpers import (
     ROOT,
     RunOfOneStep,
     assert_same_gradients,
-    kill_seed,
     last_checkpoint,
     metrics,
-    run_killed,
     run_program,
     save_model,
     weights,
@@ -249,21 +247,6 @@ def test_a_resumed_run_with_more_steps_scores_their_mismatches_too(data, base_mo
     whole, part = (main([*flags, "--max_steps", steps]) for steps in ("4", "2"))
     main(["--resume_from", part, "--max_steps", "4"])
     assert weights(last_checkpoint(part)) == weights(last_checkpoint(whole))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("loss_type", LOSSES)
-def test_killed_at_a_random_step_and_resumed_is_bitwise_as_never_killed(loss_type, data, noisy_model, tmp_path):
-    flags = [*long_run(data, noisy_model), "--loss_type", loss_type, "--epochs", "99", "--max_steps", "40"]
-    flags += ["--save_interval", "4", "--eval_interval", "20"]
-    whole = main([*flags, "--log_dir", str(tmp_path / "whole")])
-    chosen = random.Random(kill_seed()).randint(6, 30)
-    logs = tmp_path / "killed"
-    run_killed(logs, "*/*/*/*/metrics.jsonl", chosen, "lightrlhf.kto", *flags, "--log_dir", str(logs))
-    (args,) = tmp_path.glob("killed/**/args.json")
-    assert main(["--resume_from", str(args.parent)]) == str(args.parent)
-    assert weights(last_checkpoint(args.parent)) == weights(last_checkpoint(whole)), chosen
-    assert metrics(args.parent) == metrics(whole), chosen
 
 
 @pytest.mark.slow
