@@ -16,7 +16,7 @@ PAGE = (ROOT / "howto" / "design.md").read_text(encoding="utf-8")
 
 def test_every_room_has_a_row_and_no_other():
     rooms = {path.parent.name for path in (ROOT / "lightrlhf").glob("*/__init__.py")}
-    assert set(re.findall(r"^\| \d \| `(\w+)/` \|", PAGE, re.MULTILINE)) == rooms
+    assert set(re.findall(r"^\| \d+ \| `(\w+)/` \|", PAGE, re.MULTILINE)) == rooms
 
 
 def test_every_field_of_a_batch_has_a_row():
