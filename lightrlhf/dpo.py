@@ -130,10 +130,10 @@ def train(
     pad_id = start.tokenizer.pad_token_id
     num_steps = run.order.num_steps(start.rows, args.mini_batch_size)
     reference = score_reference(run, start, num_steps)
-    scored = scoring.with_reference(start.rows + start.held_out, reference.logps)
+    scored = scoring.with_reference(start.rows + start.held_out, reference.logps)  # log pi_ref of both sides
     pairs, validation = scored[: len(start.rows)], scored[len(start.rows) :]
     model = run.setup("policy", start.policy, args.learning_rate, num_steps)
-    if not run.resumed and args.ref_model is None and reference.logps is not None:
+    if not run.resumed and args.ref_model is None and reference.logps is not None:  # the policy is the reference yet
         first = pairs[: max(args.micro_batch_size, run.ranks.world_size)]
         direct_alignment.check_reference(first, score_rows(run, model, first, pad_id))
     baseline = RunningMean(**start.resumed.get("baseline", {}))  # of implicit rewards: the delta of bco_pair
@@ -291,11 +291,11 @@ def with_slopes(run: Run[DPOArgs], model: nn.Module, rows: list[Row], pad_id: in
     They come from a first pass over the pairs of all ranks, which draws the dropout of the second.
     """
     total = int(run.ranks.total(len(rows)))
-    here = run.ranks.shard(range(total))  # places of this rank's rows in the global batch
-    stored = [[row[f"ref_{side}_logps"] for row in rows] for side in ("chosen", "rejected")]
+    here = run.ranks.shard(range(total))  # indices of this rank's rows in the global batch
+    reference = [[row[f"ref_{side}_logps"] for row in rows] for side in ("chosen", "rejected")]
     gathered = torch.zeros(4, total, device=run.device)
     gathered[:2, here] = scoring.score_shard(run, model, rows, partial(preference_batch, pad_id=pad_id), dropout=True)
-    gathered[2:, here] = torch.tensor(stored, device=run.device)
+    gathered[2:, here] = torch.tensor(reference, device=run.device)
     logps, ref_logps = run.ranks.sum(gathered).chunk(2)  # (2, N) each
     args = run.args
 

@@ -157,7 +157,7 @@ class GRPOArgs(
             )
 
     def _check_given(self, given: Mapping[str, object]) -> None:
-        self.load_loss()  # before a model is
+        self.load_loss()  # so that a wrong one is refused before a model is loaded
         if self.advantage not in groups.ADVANTAGES:
             own_functions.load_own_advantage(self.advantage, self.num_generations)
 
@@ -209,7 +209,7 @@ def train(
     rewards = loading.make_rewards(args, run, reward, backbone=start.policy)
     warn_of_low_rate(run)
     num_steps = run.order.num_steps(start.rows, args.rollout_size)
-    per_epoch = math.ceil(args.rollout_size * args.num_generations / args.mini_batch_size)
+    per_epoch = math.ceil(args.rollout_size * args.num_generations / args.mini_batch_size)  # updates
     model = run.setup("policy", start.policy, args.learning_rate, num_steps * args.ppo_epochs * per_epoch)
     sampler = RolloutSampler(run, model, reference, start, responses=args.num_generations)
     run.keep(start.policy, start.tokenizer, rewards.state)
@@ -220,7 +220,7 @@ def train(
             rollout = sampler.sample(step)  # K responses to each prompt, (B, T)
         with run.phase("score"):
             scores = rewards(rollout)  # (B,) by each reward, their weights, and the audit
-        metrics = group_metrics(run, rollout, scores, rewards)  # of what was sampled first
+        metrics = group_metrics(run, rollout, scores, rewards)  # before any group is replaced
         with run.phase("resample"):  # DAPO's dynamic sampling
             for number in range(1, args.resample_rounds + 1):
                 equal = find_equal_groups(run, rollout, scores)  # numbers of groups, the same on all ranks

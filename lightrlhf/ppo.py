@@ -202,12 +202,12 @@ def train(
             num_rows = int(run.ranks.total(len(rollout)))  # of all ranks
         with run.phase("score"):
             scores = bound_scores(args, rollout, rewards(rollout))  # (B,) by each reward, their weights, and the audit
-            scored = rollout.masked(~scores.total.isnan())
+            scored = rollout.masked(~scores.total.isnan())  # without a score, a response has no actions
             values = predict_values(value_model, scored, args.rollout_mini_batch_size)  # (B, T-1)
-            by_token = kl.token_rewards(scored, scores.total, kl_coeff.value, args.kl_estimator)  # (B, T-1)
-            num_lengths = args.repeat_times * len(macro_actions.RANDOM_LENGTHS)  # of macro actions, where random
-            lengths = run.ranks.noise(num_rows, num_lengths, step, -1)  # (B, num_lengths), in this order
-            segments, parse_failures = segment_responses(args, scored, lengths, parser)  # (B, T-1)
+            by_token = kl.token_rewards(scored, scores.total, kl_coeff.value, args.kl_estimator)  # rewards, (B, T-1)
+            num_lengths = args.repeat_times * len(macro_actions.RANDOM_LENGTHS)
+            noise = run.ranks.noise(num_rows, num_lengths, step, -1)  # (B, L), for random lengths of macro actions
+            segments, parse_failures = segment_responses(args, scored, noise, parser)  # (B, T-1)
             gap = rollout.sampling_gap, rollout.action_mask, args.sampling_correction, args.sampling_bound
             correction = sampling_gap.importance_weights(*gap)  # (B, T-1); None where this process samples
             batch = estimate_advantages(args, scored, by_token, values, segments, correction, run.ranks.sum)
@@ -261,17 +261,17 @@ def predict_values(critic: nn.Module, rollout: Rollout, batch_size: int) -> Tens
     return torch.where(rollout.action_mask, values, torch.zeros_like(values))
 
 
-def segment_responses(args: PPOArgs, rollout: Rollout, lengths: Tensor, parser: Parser | None) -> tuple[Tensor, int]:
+def segment_responses(args: PPOArgs, rollout: Rollout, noise: Tensor, parser: Parser | None) -> tuple[Tensor, int]:
     """Macro actions of each response, (B, T-1) as in `maths/macro_actions.py`, and how many could not be parsed.
 
-    lengths: uniform numbers, for random lengths; see `macro_actions.randomized`.
+    noise: uniform numbers, (B, L), for random lengths; see `macro_actions.randomized`.
     """
     if parser is not None:
         return parsed_segments(rollout, parser, args.parsing_cutoff, args.ngram)
     if args.termination_condition == "ppl":
         return macro_actions.perplexity(rollout.action_mask, rollout.ref_logprobs), 0
     if args.termination_condition == "randomized":
-        return macro_actions.randomized(rollout.action_mask, lengths), 0
+        return macro_actions.randomized(rollout.action_mask, noise), 0
     return macro_actions.fixed(rollout.action_mask, args.ngram), 0
 
 
@@ -346,11 +346,11 @@ def update_minibatch(run: Run[PPOArgs], actor: nn.Module, critic: nn.Module, min
         with run.accumulate(actor, enabled=more):
             stats = actor(**policy_inputs(micro), temperature=args.temperature, with_entropy=args.entropy_coeff > 0)
             advantages = micro.advantages if micro.correction is None else micro.advantages * micro.correction
-            terms = (stats.logprobs, micro.logprobs, advantages, micro.action_mask)  # (B, T-1) each
+            terms = (stats.logprobs, micro.logprobs, advantages, micro.action_mask)  # (b, T-1) each
             loss = ops.policy_loss(*terms, args.clip_coeff, stats.entropy, args.entropy_coeff)
             run.backward(loss / count, micro.row)
         with run.accumulate(critic, enabled=more):
-            values = critic(micro.input_ids, micro.attention_mask)[:, :-1]  # (B, T-1)
+            values = critic(micro.input_ids, micro.attention_mask)[:, :-1]  # (b, T-1)
             critic_loss = value_loss(values, micro, args.clip_coeff)
             run.backward(args.vf_coeff * critic_loss / count, micro.row)
         with torch.no_grad():
@@ -358,14 +358,14 @@ def update_minibatch(run: Run[PPOArgs], actor: nn.Module, critic: nn.Module, min
             ratio = difference.exp()
             outside = ((ratio - 1).abs() > args.clip_coeff).float()
             sums += torch.stack([loss, critic_loss, outside.sum(), (ratio - 1 - difference).sum(), ratio.sum()])
-    policy, value, clipfrac, approxkl, mean_ratio = (run.ranks.sum(sums) / count).tolist()
+    policy_mean, value_mean, clipfrac, approxkl, ratio_mean = (run.ranks.sum(sums) / count).tolist()
     return {
-        "policy/loss": policy,
+        "policy/loss": policy_mean,
         "policy/clipfrac": clipfrac,
         "policy/approxkl": approxkl,
-        "policy/ratio": mean_ratio,
+        "policy/ratio": ratio_mean,
         "policy/grad_norm": run.optimize("policy"),
-        "value/loss": value,
+        "value/loss": value_mean,
         "value/grad_norm": run.optimize("critic"),
     }
 

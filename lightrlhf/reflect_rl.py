@@ -176,11 +176,11 @@ def train(
     Raises: UsageError for invalid input, RunFailure when the run fails.
     """
     check_args(args, ReflectRLArgs, {"policy": policy})
-    made = make_envs(args, envs)
-    stages = curriculum.curriculum(made[0].levels, args.levels, args.stages)
-    pools = {level: made[0].starts("train", level) for stage in stages for level in stage.levels}
-    name = args.env.rpartition(":")[2] if envs is None else type(made[0]).__name__
-    objects = given_objects(policy=policy, tokenizer=tokenizer, envs=None if envs is None else type(made[0]))
+    games = make_envs(args, envs)
+    stages = curriculum.curriculum(games[0].levels, args.levels, args.stages)
+    pools = {level: games[0].starts("train", level) for stage in stages for level in stage.levels}
+    name = args.env.rpartition(":")[2] if envs is None else type(games[0]).__name__
+    objects = given_objects(policy=policy, tokenizer=tokenizer, envs=None if envs is None else type(games[0]))
     run = Run(args, "reflect_rl", on_step, objects, data=f"{name}/episodes")
     num_starts = args.rollout_size // args.num_generations  # of an iteration, on each device
     every_start = [start for pool in pools.values() for start in pool]
@@ -188,7 +188,7 @@ def train(
     num_steps = run.order.num_steps(every_start, num_starts)
     if num_steps < len(stages):
         raise UsageError(f"--max_steps {num_steps} is less than the {len(stages)} stages of the curriculum")
-    agent = load_agent(run, num_choices(made[0], args), policy, tokenizer)
+    agent = load_agent(run, num_choices(games[0], args), policy, tokenizer)
     reference = run.freeze(agent.policy.reference()) if args.init_kl_coeff else None
     critic = load_critic(args, agent, is_given=policy is not None)
     actor = run.setup("policy", agent.policy, args.learning_rate, num_steps * (1 + (args.replay_buffer_size > 0)))
@@ -196,27 +196,29 @@ def train(
     replay = Replay(args.replay_buffer_size)
     replay.load(run.resumed["extra"] if run.resumed else {})
     run.keep(agent.policy, agent.tokenizer, replay.state)
-    measure = functools.partial(evaluate, run, made, agent, stages)
+    measure = functools.partial(evaluate, run, games, agent, stages)
 
     for step in run.steps(num_steps):
-        stage = stages[stage_index := step * len(stages) // num_steps]
+        stage_index = step * len(stages) // num_steps
+        stage = stages[stage_index]
         draw = (step, num_starts * run.ranks.world_size, args.seed, args.num_generations, args.leaveout_prob)
-        rows, starts = (run.ranks.shard(drawn) for drawn in curriculum.starts_of(stage, pools, *draw))
+        drawn = curriculum.starts_of(stage, pools, *draw)  # rows and starts of all ranks, each start K times
+        rows, starts = (run.ranks.shard(one) for one in drawn)
         with run.phase("rollout", rows), run.autocast():
-            episodes = play(made, starts, agent, f"{args.seed}/train/{step}/{run.ranks.rank}", stage.max_decisions)
-            agent.wait_for_others()
+            episodes = play(games, starts, agent, f"{args.seed}/train/{step}/{run.ranks.rank}", stage.max_decisions)
+            agent.wait_for_others()  # whose episodes may be longer
         with run.phase("update"):
-            played = agent.compare(run, actor, agent.batch(episodes, rows).to(run.device))  # decisions, (B, T)
+            played = agent.compare(run, actor, agent.batch(episodes, rows).to(run.device))  # B decisions, (B, T)
             gap = played.sampling_gap, played.action_mask, args.sampling_correction, args.sampling_bound
             correction = sampling_gap.importance_weights(*gap)  # (B, T-1); None where this process samples
-            penalized, log_ratio = penalize_rewards(run, played, reference, agent)  # (B,); (B, T-1)
-            values = predict_values(run, value_model, played)  # (B,)
+            penalized, log_ratio = penalize_rewards(run, played, reference, agent)  # rewards less KL, (B,); (B, T-1)
+            values = predict_values(run, value_model, played)  # (B,), 0 without a critic
             batch = estimate_advantages(args, played, penalized, values, correction, run.ranks.sum)
             columns = {"advantages": batch.advantages} | ({"values": values} if args.use_critic else {})
             log_episodes(run, episodes, batch, agent.tokenizer, args.num_generations, log_ratio, **columns)
             metrics = update(run, actor, value_model, batch, agent, step)
-            metrics |= replay_step(run, actor, replay, episodes, agent, stage)
-        metrics |= gap_metrics(run.ranks, batch, args) | episode_metrics(run, episodes, made[0].levels)
+            metrics |= replay_step(run, actor, replay, episodes, agent, stage)  # on earlier successes
+        metrics |= gap_metrics(run.ranks, batch, args) | episode_metrics(run, episodes, games[0].levels)
         run.end_step(metrics | {"curriculum/stage": stage_index}, len(batch), measure)
     return run.finish()
 
