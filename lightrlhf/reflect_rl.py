@@ -202,8 +202,7 @@ def train(
         stage_index = step * len(stages) // num_steps
         stage = stages[stage_index]
         draw = (step, num_starts * run.ranks.world_size, args.seed, args.num_generations, args.leaveout_prob)
-        drawn = curriculum.starts_of(stage, pools, *draw)  # rows and starts of all ranks, each start K times
-        rows, starts = (run.ranks.shard(one) for one in drawn)
+        rows, starts = (run.ranks.shard(one) for one in curriculum.starts_of(stage, pools, *draw))  # K times each
         with run.phase("rollout", rows), run.autocast():
             episodes = play(games, starts, agent, f"{args.seed}/train/{step}/{run.ranks.rank}", stage.max_decisions)
             agent.wait_for_others()  # whose episodes may be longer
