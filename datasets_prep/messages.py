@@ -14,6 +14,7 @@ from lightrlhf.data import chat
 
 ROLES = chat.ROLES | {"function_call": "assistant"}
 MESSAGE_KEYS = {"role", "content", "reasoning_content", "tool_calls", "tool_call_id", "name", "weight"}
+NAMES = {"from": "role", "value": "content", "reasoning": "reasoning_content", "thinking": "reasoning_content"}
 MESSAGES_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*['"](role|content|from|value)['"]\s*:""")
 # columns whose text is never a list of messages written out
 TEXTS = ("prompt", "completion", "chosen", "rejected", "messages")
@@ -49,11 +50,10 @@ def as_message(turn: Any) -> dict[str, Any]:
     """One message, with the keys of MESSAGE_KEYS that it has. Raises: BadRow, which names an unknown key."""
     if not isinstance(turn, dict):
         raise BadRow(f"message_is_{type(turn).__name__}")
-    keys = {"from": "role", "value": "content"}
     given = {key: value for key, value in turn.items() if value is not None}
-    if twice := [key for key, name in keys.items() if key in given and name in given]:
-        raise BadRow(f"a message with both {keys[twice[0]]} and {twice[0]}")
-    given = {keys.get(key, key): value for key, value in given.items()}
+    if twice := [key for key, name in NAMES.items() if key in given and given.get(name, given[key]) != given[key]]:
+        raise BadRow(f"a message with both {NAMES[twice[0]]} and {twice[0]}")
+    given = {NAMES.get(key, key): value for key, value in given.items()}
     raw_role = given.get("role")
     if not isinstance(raw_role, str) or raw_role not in ROLES:
         raise BadRow(f"unknown role {str(raw_role)[:20]!r}: user, assistant, system and tool are read")

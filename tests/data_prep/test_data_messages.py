@@ -15,6 +15,7 @@ from datasets_prep.encoding import Dropped, Example
 from datasets_prep.formats import to_row
 from datasets_prep.generic import prepare_data as generic
 from datasets_prep.reading import Source
+from datasets_prep.turns import BadRow
 from lightrlhf.cli.errors import RunFailure, UsageError
 from lightrlhf.data.splits import IGNORE_INDEX, load_prompts, load_split
 
@@ -54,6 +55,20 @@ def finetune(rows, tokenizer, **given) -> tuple[list[Example], list[str]]:
 
 
 # ------------------------------------------------------------------------------------------------- assistant messages
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "thinking"])
+def test_reasoning_is_read_under_each_of_its_names(name):
+    row = {"messages": [USER, message("assistant", "It is 4.", **{name: "Look it up."})]}
+    ((example,), _) = finetune([to_row(row, {})], thinking())
+    assert trained(thinking(), example) == ["<think>Look it up.</think>It is 4.<|im_end|>"]
+    both = message("assistant", "It is 4.", **{name: "Look it up.", "reasoning_content": "Look it up."})
+    assert to_row({"messages": [USER, both]}, {})["messages"] == to_row(row, {})["messages"]
+
+
+def test_two_fields_of_other_reasoning_are_refused():
+    with pytest.raises(BadRow, match="reasoning"):
+        to_row({"messages": [USER, message("assistant", "4", reasoning="a", reasoning_content="b")]}, {})
+
+
 def test_reasoning_and_tool_calls_are_trained_wherever_they_come():
     tokenizer = thinking()
     answer = message("assistant", "It is 4.", reasoning_content="Look it up.", tool_calls=[CALL])
