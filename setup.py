@@ -55,7 +55,7 @@ setup(
         "transformers>=5.4",
         "datasets>=3.0",
         "huggingface_hub>=1.5",
-        "jinja2>=3.1",
+        "jinja2>=3.1",  # of transformers, for chat templates
         "numpy>=1.26",
         "packaging>=23",
         "pyarrow>=15.0",

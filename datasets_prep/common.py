@@ -51,7 +51,8 @@ from lightrlhf.cli.fields import at_least, flag, random_seed
 from lightrlhf.cli.groups import DryRunArgs
 from lightrlhf.cli.hub import check_repository, is_gguf
 from lightrlhf.cli.parser import parse, to_dict
-from lightrlhf.data.chat import TEMPLATE_ERRORS, declare_ends
+from lightrlhf.data.chat import declare_ends
+from lightrlhf.data.rendering import Unrendered, render_shown
 from lightrlhf.data.splits import SPLITS
 from lightrlhf.data.tokens import adds_bos, check_end_token, encode_prompt
 from lightrlhf.gguf.files import from_gguf
@@ -244,10 +245,10 @@ def complete(tokenizer: PreTrainedTokenizerBase, chat_template: str | None) -> A
     elif not tokenizer.chat_template:
         tokenizer.chat_template = ("{{ bos_token }}" if adds_bos(tokenizer) else "") + PLAIN_TEMPLATE
     try:
-        tokenizer.apply_chat_template([{"role": "user", "content": "Hello"}], tokenize=False)  # Raw text: a greeting
-    except TEMPLATE_ERRORS as problem:
+        render_shown(tokenizer, [{"role": "user", "content": "Hello"}])
+    except Unrendered as problem:
         whose = "--chat_template" if chat_template else "the tokenizer's chat template"
-        raise UsageError(f"{whose} cannot be rendered ({first_line(problem)})") from None
+        raise UsageError(f"{whose} cannot be rendered ({problem})") from None
     return tokenizer
 
 

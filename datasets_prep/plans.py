@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 from datasets_prep.turns import BadRow, Dialogue, check_text, spells_control_token
-from lightrlhf.data.chat import LONGEST, Messages, controls, protect, writes_date
+from lightrlhf.data.chat import LONGEST, Messages, controls, protect
+from lightrlhf.data.rendering import writes_date
 from lightrlhf.data.tokens import adds_bos
 from lightrlhf.storage.jsonl import Row
 
@@ -61,8 +62,9 @@ class Planner:
         if isinstance(prompt, str):
             return self._plans_of_plain(row, prompt, answers, stages)
         end, best = len(prompt), answers.get("chosen", answers.get("completion"))
-        talk = Dialogue(self.tokenizer, [*prompt, *([_message(best)] if best is not None else [])], row.get("tools"))
-        notes += _name_notes(talk, end)
+        answer = [_message(best)] if best is not None else []
+        talk = Dialogue(self.tokenizer, [*prompt, *answer], row.get("tools"), [*map(_message, answers.values())])
+        notes += _notes_on(talk, end)
         prompts: list[tuple[Segment, Segment | None]] = [(Segment(talk.prompt(end), "rendered"), None)]
         plans = [Plan("prompts", prompts)]
         if stages & {"finetune", "preference", "unpaired"}:
@@ -78,7 +80,8 @@ class Planner:
 
     def _plans_of_messages(self, row: Row, stages: frozenset[str]) -> list[Plan]:
         messages = row["messages"]
-        talk = Dialogue(self.tokenizer, messages, row.get("tools"))
+        weighed = [m for m in messages[1:] if m["role"] == "assistant" and m.get("weight", 1)]
+        talk = Dialogue(self.tokenizer, messages, row.get("tools"), weighed)
         if messages[-1]["role"] != "assistant":
             prompt = Segment(talk.prompt(len(messages)), "rendered")
             notes = ("messages_without_a_last_answer_are_prompts",)
@@ -92,9 +95,9 @@ class Planner:
             if not trained:
                 raise BadRow("every_message_has_weight_0")
             opening = ("opening_answer_carries_no_loss",) if messages[0]["role"] == "assistant" else ()
-            weighed = ("message_of_weight_0_carries_no_loss",) if len(trained) < len(answers) else ()
+            unweighed = ("message_of_weight_0_carries_no_loss",) if len(trained) < len(answers) else ()
             finetune = [self._turn(talk, i) for i in trained]
-            plans.append(Plan("finetune", finetune, (*opening, *weighed, *_name_notes(talk, trained[-1]))))
+            plans.append(Plan("finetune", finetune, (*opening, *unweighed, *_notes_on(talk, trained[-1]))))
         if "dialogue" in stages:
             plans.append(self._plan_of_dialogue(talk))
         if "prompts" in stages:
@@ -184,10 +187,12 @@ def is_messages(value: Any) -> TypeGuard[list[dict[str, Any]]]:
     return isinstance(value, list) and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in value)
 
 
-def _name_notes(talk: Dialogue, end: int) -> tuple[str, ...]:
-    """A note if the template does not write the name that a message among the first `end` has."""
+def _notes_on(talk: Dialogue, end: int) -> tuple[str, ...]:
+    """Notes on a name among the first `end` messages that the template does not write, and on thinking it is told."""
     names = [message["name"] for message in talk.messages[:end] if message.get("name")]
-    return ("name_not_written_by_the_template",) if any(name not in talk.prompt(end) for name in names) else ()
+    lost = any(name not in talk.prompt(end) for name in names)
+    opened = tuple(f"{name}_is_set_for_answers_with_reasoning" for name in talk.variables)
+    return (*(("name_not_written_by_the_template",) if lost else ()), *opened)
 
 
 def _message(answer: str | dict[str, Any]) -> dict[str, Any]:

@@ -1,10 +1,9 @@
 """Turns of a dialogue as the chat template writes them: for each assistant turn the text of its prompt and its answer.
 
 A prompt is what serving renders at that turn, the dialogue so far with the generation prompt; the answer is what the
-template then adds for the assistant's message. A template that leaves out what it was given (a system message, a tool
-result, the reasoning of the answer to be trained) is noticed by looking for it in the text, and the row is dropped.
-
-Left out: dialogues whose generation prompt is not the beginning of the answer as the template writes it.
+model has to write behind it for the assistant's message (`data.thinking`). A template that leaves out what it was given
+(a system message, a tool result, the reasoning of the answer to be trained) is noticed by looking for it in the text,
+and the row is dropped.
 """
 
 from __future__ import annotations
@@ -13,21 +12,16 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lightrlhf.cli.errors import first_line
-from lightrlhf.data.chat import (
-    MARK,
-    ROLES,
-    TEMPLATE_ERRORS,
-    controls,
+from lightrlhf.data.chat import MARK, ROLES, controls, shown_messages, shown_tools
+from lightrlhf.data.rendering import (
+    Unrendered,
     generated_spans,
     has_generation_tags,
     left_out_of_answer,
     left_out_of_prompt,
     render_shown,
-    shown_messages,
-    shown_tools,
 )
-from lightrlhf.data.turn_ends import answer_text
+from lightrlhf.data.thinking import Asked, answer_behind, closed_thinking, has_reasoning
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -50,11 +44,17 @@ class Turn(NamedTuple):
 class Dialogue:
     """Messages of one row with their tools, rendered prefix by prefix.
 
+    trained: the answers to be trained. Where one has reasoning, a template that closes thinking is told to open it, in
+    all prompts of the row.
     Raises: BadRow when the messages are malformed.
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]], tools: list[Any] | None
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        messages: Sequence[dict[str, Any]],
+        tools: list[Any] | None,
+        trained: Sequence[dict[str, Any]] = (),
     ) -> None:
         check_messages(messages)
         self.tokenizer = tokenizer
@@ -62,6 +62,8 @@ class Dialogue:
         self.shown = shown_messages(tokenizer, messages)
         self.tools = shown_tools(tokenizer, tools)
         self.has_tags = has_generation_tags(tokenizer, tools)
+        closed = closed_thinking(tokenizer, tools) if any(map(has_reasoning, trained)) else None
+        self.variables = closed.variables if closed else {}
         self.prompts: dict[int, str] = {}
         self.turns: dict[int, Turn] = {}
 
@@ -84,33 +86,31 @@ class Dialogue:
         return self.turns[index]
 
     def _turn(self, index: int, shown: dict[str, Any]) -> Turn:
-        prompt = self.prompt(index)
-        rendered = self._render([*self.shown[:index], shown])
-        answer = answer_text(self.tokenizer, prompt, rendered)
-        if answer is None:
-            raise BadRow("generation_prompt_is_not_the_answers_beginning")
+        prompt, history = self.prompt(index), self.shown[:index]
+        try:
+            answer = answer_behind(Asked(self.tokenizer, prompt, history, self.tools, self.variables), shown)
+        except Unrendered as problem:
+            raise BadRow(problem.reason) from None
         if lacking := left_out_of_answer(answer, shown):
             raise BadRow(f"template_drops_{lacking}")
         if not self.has_tags:
             return Turn(prompt, answer)
         if not self.tokenizer.is_fast:
             raise BadRow("generation_tags_need_a_fast_tokenizer")
-        spans = self._generated([*self.shown[:index], shown], rendered)
+        rendered = self._render([*history, shown])
+        if not rendered.startswith(prompt + answer):
+            return Turn(prompt, answer)  # behind a prompt that opens or closes thinking, all of it counts
+        text, spans = generated_spans(self.tokenizer, [*history, shown], self.tools, **self.variables)
+        if text != rendered:
+            raise BadRow("generation_tags_change_the_text")
         start, end = len(prompt), len(prompt) + len(answer)
         return Turn(prompt, answer, tuple((max(a, start) - start, min(b, end) - start) for a, b in spans if b > start))
 
     def _render(self, shown: list[Any], add_generation_prompt: bool = False) -> str:
         try:
-            return render_shown(self.tokenizer, shown, self.tools, add_generation_prompt)
-        except TEMPLATE_ERRORS as problem:
-            raise BadRow(f"refused_by_chat_template ({first_line(problem)[:80]})") from None
-
-    def _generated(self, shown: list[Any], rendered: str) -> list[tuple[int, int]]:
-        """Character spans within `{% generation %}` tags."""
-        text, spans = generated_spans(self.tokenizer, shown, self.tools)
-        if text != rendered:
-            raise BadRow("generation_tags_change_the_text")
-        return spans
+            return render_shown(self.tokenizer, shown, self.tools, add_generation_prompt, **self.variables)
+        except Unrendered as problem:
+            raise BadRow(problem.reason) from None
 
 
 def check_messages(messages: Any) -> None:

@@ -22,7 +22,7 @@ from lightrlhf.cli.fields import Args, between, check_args, flag
 from lightrlhf.cli.groups import FrozenArgs, ModelArgs
 from lightrlhf.cli.hub import is_gguf, is_on_hub
 from lightrlhf.cli.parser import parse, to_dict
-from lightrlhf.data.chat import writes_date
+from lightrlhf.data.rendering import writes_date
 from lightrlhf.gguf import modelfile, reading, tokens, writer
 from lightrlhf.models import export_check as checks
 from lightrlhf.models import lora

@@ -176,7 +176,7 @@ def test_what_is_imported_is_declared(folder):
     assert not missing
 
 
-OF_OTHERS = {"sentencepiece", "tensorboard"}  # which setup.py says transformers and torch import
+OF_OTHERS = {"jinja2", "sentencepiece", "tensorboard"}  # which setup.py says transformers and torch import
 
 
 def test_what_is_required_is_imported():
@@ -264,7 +264,7 @@ def test_texts_reach_tokenizers_through_data_tokens_alone():
         for node in ast.walk(ast.parse(text)):
             called = ast.unparse(node.func).rpartition(".")[2] if isinstance(node, ast.Call) else ""
             owner = ast.unparse(node.value) if isinstance(node, ast.Attribute) and node.attr in ENCODING else ""
-            is_raw |= called == "tokenizer" or owner.endswith(("tokenizer", "backend"))
+            is_raw |= called in ("tokenizer", "render_jinja_template") or owner.endswith(("tokenizer", "backend"))
         assert is_raw == ("# Raw text: " in text), path
 
 

@@ -15,25 +15,18 @@ normalises to one; such texts are refused.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from jinja2.exceptions import TemplateError
-
-from lightrlhf.cli.errors import UsageError, first_line
+from lightrlhf.cli.errors import UsageError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Messages = Sequence[dict[str, Any]]
 MARK = "\ufdd0"  # a noncharacter of Unicode: reserved for use within a program
-# raised by templates, some of which import a file, exceed the sandbox's range or call themselves
-TEMPLATE_ERRORS: tuple[type[Exception], ...] = (TemplateError, TypeError, ValueError, LookupError, ArithmeticError)
-TEMPLATE_ERRORS += (AttributeError, RecursionError, MemoryError)
-REASONING_TAG = re.compile(r"</?think(?:ing)?>")
 ESCAPED = r"\ufdd0"
 LONGEST = 64  # characters at the end of a text in which a control token is looked for
 ROLES = (  # of messages in files and requests, by their names there
@@ -44,7 +37,6 @@ ROLES = (  # of messages in files and requests, by their names there
 )
 FIELDS = ("content", "reasoning_content", "tool_calls", "tool_call_id", "name")  # of a message, which a template reads
 MARKUP = re.compile(r"<\S.*>|\[\S.*\]|\{\S.*\}", re.DOTALL)
-GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 TAG = re.compile(r"</?(think|thought|reason|scratchpad|answer|tool|function)\w*>")
 
 
@@ -147,32 +139,6 @@ def template_of(tokenizer: PreTrainedTokenizerBase, tools: Any = None) -> str:
     return str(given or "")
 
 
-def has_generation_tags(tokenizer: PreTrainedTokenizerBase, tools: Any = None) -> bool:
-    """Whether the chat template says by `{% generation %}` tags what of an answer carries loss."""
-    return GENERATION_TAG.search(template_of(tokenizer, tools)) is not None
-
-
-def writes_date(tokenizer: PreTrainedTokenizerBase, has_tools: bool = False) -> bool:
-    """Whether the chat template writes the current date into a dialogue, where it is stored."""
-    name, asked = "strftime_now", {"role": "user", "content": "text"}
-    tool = {"type": "function", "function": {"name": "name", "parameters": {"type": "object", "properties": {}}}}
-    tools = [tool] if has_tools else None
-    if name not in template_of(tokenizer, tools):
-        return False
-
-    # Raw text: behind marks.
-    render: Any = tokenizer.apply_chat_template  # declared for lists of texts alone
-
-    def text(messages: Messages, **date: Any) -> Any:
-        try:
-            return render(messages, tools=tools, tokenize=False, **date)
-        except TEMPLATE_ERRORS:
-            return None
-
-    dialogues = ([asked], [{"role": "system", "content": "text"}, asked])
-    return any(text(messages) != text(messages, **{name: lambda _: "another day"}) for messages in dialogues)
-
-
 def protect(tokenizer: PreTrainedTokenizerBase, text: str, keep_tags: bool = False) -> str:
     """`text` with a mark inside each control token that it spells; `keep_tags`: except `<think>` and its like.
 
@@ -210,96 +176,6 @@ def check_spelling(tokenizer: PreTrainedTokenizerBase, text: str, ids: Sequence[
     written = sum(len(found.spelled.findall(piece)) for piece in text.split(MARK))
     if sum(i in found.ids and i != found.unknown for i in ids) > written:
         raise UsageError("a text spells a control token of the tokenizer and cannot be encoded as text; leave it out")
-
-
-def render(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: Messages,
-    tools: Sequence[dict[str, Any]] | None = None,
-    add_generation_prompt: bool = False,
-) -> str:
-    """Text of messages by the tokenizer's chat template, with marks (see `data.tokens.encode_text`).
-
-    Raises: UsageError when the template refuses the messages.
-    """
-    try:
-        shown = shown_messages(tokenizer, messages)
-        return render_shown(tokenizer, shown, shown_tools(tokenizer, tools), add_generation_prompt)
-    except TEMPLATE_ERRORS as problem:
-        raise UsageError(f"the chat template refuses these messages ({first_line(problem)})") from None
-
-
-def render_shown(
-    tokenizer: PreTrainedTokenizerBase, shown: list[Any], tools: list[Any] | None, add_generation_prompt: bool = False
-) -> str:
-    """`render` of messages and tools that are protected already."""
-    text = tokenizer.apply_chat_template(
-        shown, tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt
-    )
-    if ESCAPED in text:  # such as a template that writes a tool as Python does
-        raise TemplateError("the chat template escapes characters of the contents")
-    return str(text)
-
-
-def generated_spans(
-    tokenizer: PreTrainedTokenizerBase, shown: Sequence[dict[str, Any]], tools: list[Any] | None
-) -> tuple[str, list[tuple[int, int]]]:
-    """The text of messages that are protected already, and its characters within `{% generation %}` tags."""
-    from transformers.utils.chat_template_utils import render_jinja_template
-
-    given: Any = tools
-    names: Any = tokenizer.special_tokens_map
-    result: Any = render_jinja_template(  # lists of texts and of their spans, declared as a text
-        [list(shown)],
-        tools=given,
-        chat_template=template_of(tokenizer, tools),
-        return_assistant_tokens_mask=True,
-        **names,
-    )
-    (text,), (spans,) = result
-    return text, list(spans)
-
-
-def left_out_of_prompt(text: str, shown: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None) -> str:
-    """What a rendered prompt lacks of its (protected) messages and tools; empty if it has all of them.
-
-    The reasoning of past answers is not looked for, since templates may remove it.
-    """
-    for message in shown:
-        content = message.get("content") or ""
-        if message["role"] == "assistant":
-            content = REASONING_TAG.split(content)[-1]
-        if not _occurs(content, text):
-            return f"{message['role']}_message"
-        if not all(_occurs(call["function"]["name"], text) for call in message.get("tool_calls") or []):
-            return "tool_calls"
-    names = [tool.get("function", tool).get("name", "") for tool in tools or []]
-    return "" if all(_occurs(name, text) for name in names) else "tools"
-
-
-def left_out_of_answer(text: str, message: dict[str, Any]) -> str:
-    """What a rendered answer lacks of its (protected) message; empty if it has all of it."""
-    if not all(_occurs(part, text) for part in REASONING_TAG.split(message.get("content") or "")):
-        return "part_of_the_answer"
-    if not _occurs(message.get("reasoning_content") or "", text):
-        return "reasoning"
-    functions = [call["function"] for call in message.get("tool_calls") or []]
-    leaves = [leaf for function in functions for leaf in (function["name"], *_leaves(function["arguments"]))]
-    return "" if all(_occurs(leaf, text) for leaf in leaves) else "tool_calls"
-
-
-def _occurs(part: str, text: str) -> bool:
-    """Whether a template wrote this text, trimmed or as JSON."""
-    part = part.strip()
-    return part in text or json.dumps(part, ensure_ascii=False)[1:-1] in text
-
-
-def _leaves(value: Any) -> list[str]:
-    if isinstance(value, dict):
-        return [leaf for key, inner in value.items() for leaf in (str(key), *_leaves(inner))]
-    if isinstance(value, list):
-        return [leaf for inner in value for leaf in _leaves(inner)]
-    return [value] if isinstance(value, str) else []  # numbers and truth values have more than one spelling
 
 
 def shown_messages(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> list[dict[str, Any]]:

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 import torch
 
 from lightrlhf.cli.errors import UsageError
-from lightrlhf.data.chat import controls, has_generation_tags
+from lightrlhf.data.chat import controls
 from lightrlhf.data.mixtures import interleave
+from lightrlhf.data.rendering import has_generation_tags
 from lightrlhf.data.schema import COLUMNS, IGNORE_INDEX, Row, check_rows, share_columns
 from lightrlhf.data.splits import SPLITS, drop_equal_pairs, load_prompts, load_split
 from lightrlhf.data.tokens import check_shown, encode_prompt, encode_response, spelled_control

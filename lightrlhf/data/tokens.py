@@ -20,16 +20,15 @@ from lightrlhf.data.chat import (
     check_spelling,
     controls,
     ends_with_control,
-    left_out_of_answer,
-    left_out_of_prompt,
     model_of,
     protect,
-    render,
     shown_messages,
     shown_tools,
 )
+from lightrlhf.data.rendering import Unrendered, left_out_of_answer, left_out_of_prompt, render
 from lightrlhf.data.splits import Row
-from lightrlhf.data.turn_ends import answer_text, close_turn, end_tokens
+from lightrlhf.data.thinking import Asked, answer_behind
+from lightrlhf.data.turn_ends import close_turn, end_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -251,13 +250,19 @@ def encode_response(
         return [*encode_text(tokenizer, text, behind=prompt), tokenizer.eos_token_id]
     message = {"role": "assistant", "content": response} if isinstance(response, str) else response
     start = render(tokenizer, prompt, tools, add_generation_prompt=True)
-    answer = answer_text(tokenizer, start, render(tokenizer, [*prompt, message], tools))
-    if answer is None:
-        raise UsageError(
-            "the chat template does not write an answer behind its generation prompt, so no response can be encoded; "
-            "use another one"
-        )
+    answer = _answer(tokenizer, start, prompt, message, tools)
     return close_turn(tokenizer, encode_text(tokenizer, answer, behind=start))
+
+
+def _answer(
+    tokenizer: PreTrainedTokenizerBase, start: str, prompt: Messages, message: dict[str, Any], tools: Any
+) -> str:
+    """The text of a response behind a rendered prompt. Raises: UsageError."""
+    asked = Asked(tokenizer, start, shown_messages(tokenizer, prompt), shown_tools(tokenizer, tools))
+    try:
+        return answer_behind(asked, *shown_messages(tokenizer, [message]))
+    except Unrendered as problem:
+        raise UsageError(f"the chat template cannot write this response: {problem}") from None
 
 
 def check_shown(
@@ -270,7 +275,7 @@ def check_shown(
     start = render(tokenizer, prompt, tools, add_generation_prompt=True)
     lacking = left_out_of_prompt(start, shown_messages(tokenizer, prompt), shown_tools(tokenizer, tools))
     if not lacking and response is not None:
-        answer = render(tokenizer, [*prompt, response], tools)[len(start) :]
+        answer = _answer(tokenizer, start, prompt, response, tools)
         lacking = left_out_of_answer(answer, *shown_messages(tokenizer, [response]))
     if lacking:
         raise UsageError(f"the chat template leaves out its {lacking.replace('_', ' ')}; use another template")

@@ -17,24 +17,27 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lightrlhf.data.chat import TEMPLATE_ERRORS, any_of, controls, generated_spans, has_generation_tags
+from lightrlhf.data.chat import any_of, controls
+from lightrlhf.data.rendering import (
+    ANSWERED,
+    ARGUMENT,
+    ASKED,
+    CALL_ID,
+    NAME,
+    TOOLS,
+    VALUE,
+    Unrendered,
+    called,
+    generated_spans,
+    has_generation_tags,
+    render_shown,
+    said,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-ASKED, ANSWERED, LATER, RESULT = "user-turn-words", "assistant-turn-words", "later-user-words", "tool-result-words"
-NAME, ARGUMENT, VALUE, OTHER_VALUE = "known_function", "known_argument", "known-value", "second-value"
-CALL_ID = "known0000"  # of nine letters and digits, as some templates want it
-TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": NAME,
-            "description": "A function.",
-            "parameters": {"type": "object", "properties": {ARGUMENT: {"type": "string", "description": "A text."}}},
-        },
-    }
-]
+LATER, RESULT, OTHER_VALUE = "later-user-words", "tool-result-words", "second-value"
 
 
 class TurnEnd(NamedTuple):
@@ -128,7 +131,7 @@ def _key(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
 
 @functools.lru_cache(maxsize=16)
 def _answer_end(tokenizer: PreTrainedTokenizerBase, template: str, eos_token: str) -> TurnEnd | None:
-    exchange = [_said("user", ASKED), _said("assistant", ANSWERED)]
+    exchange = [said("user", ASKED), said("assistant", ANSWERED)]
     behind = _behind(tokenizer, exchange, [ANSWERED])
     if behind is None:
         return None
@@ -138,7 +141,7 @@ def _answer_end(tokenizer: PreTrainedTokenizerBase, template: str, eos_token: st
         if before.id == tokenizer.eos_token_id or control.start > before.end or control.id in headers:
             run = run[:place]
             break
-    later = _behind(tokenizer, [*exchange, _said("user", LATER)], [ANSWERED]) or behind
+    later = _behind(tokenizer, [*exchange, said("user", LATER)], [ANSWERED]) or behind
     stays = [control for control in run if later.startswith(behind[: control.end])]
     return _end_of(tokenizer, exchange, None, behind, stays or run)
 
@@ -146,7 +149,7 @@ def _answer_end(tokenizer: PreTrainedTokenizerBase, template: str, eos_token: st
 @functools.lru_cache(maxsize=16)
 def _call_end(tokenizer: PreTrainedTokenizerBase, template: str, eos_token: str) -> TurnEnd | None:
     usual = answer_end(tokenizer)
-    exchange = [_said("user", ASKED), _called(VALUE)]
+    exchange = [said("user", ASKED), called(VALUE)]
     behind = _behind(tokenizer, exchange, [VALUE, NAME, ARGUMENT], TOOLS)
     if behind is None or (usual and usual.ids and usual.text in behind):
         return None
@@ -186,14 +189,14 @@ def _reach_of_tags(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, 
         return -sys.maxsize
     try:
         text, spans = generated_spans(tokenizer, messages, tools)
-    except TEMPLATE_ERRORS:
+    except Unrendered:
         return -sys.maxsize
     return spans[-1][1] - len(text) if spans else -sys.maxsize
 
 
 def _headers(tokenizer: PreTrainedTokenizerBase) -> set[int]:
     """Control tokens with which a turn begins, but for the tokenizer's end token."""
-    asked = [_said("user", ASKED)]
+    asked = [said("user", ASKED)]
     plain, asking = (_behind(tokenizer, asked, [ASKED], prompts=prompts) for prompts in (False, True))
     of_plain, of_prompt = (_controls_in(tokenizer, text or "") for text in (plain, asking))
     added = {control.id for control in of_prompt if control not in of_plain}
@@ -210,23 +213,10 @@ def _last_before(
 
 def _between_calls(tokenizer: PreTrainedTokenizerBase) -> set[int]:
     """Control tokens between two calls of a turn; none where the chat template takes one call alone."""
-    text = _rendered(tokenizer, [_said("user", ASKED), _called(VALUE, OTHER_VALUE)], TOOLS) or ""
+    text = _rendered(tokenizer, [said("user", ASKED), called(VALUE, OTHER_VALUE)], TOOLS) or ""
     _, found, rest = text.partition(VALUE)
     between, also_found, _ = rest.partition(OTHER_VALUE)
     return {control.id for control in _controls_in(tokenizer, between)} if found and also_found else set()
-
-
-def _said(role: str, words: str) -> dict[str, Any]:
-    return {"role": role, "content": words}
-
-
-def _called(*values: str) -> dict[str, Any]:
-    """An assistant message of a call for each value."""
-    calls = [
-        {"id": CALL_ID, "type": "function", "function": {"name": NAME, "arguments": {ARGUMENT: value}}}
-        for value in values
-    ]
-    return {"role": "assistant", "content": "", "tool_calls": calls}
 
 
 def _rendered(
@@ -234,9 +224,8 @@ def _rendered(
 ) -> str | None:
     """Text of messages, with a generation prompt if `prompts`; None if the chat template refuses them."""
     try:
-        # Raw text: known exchanges of this file.
-        return str(tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=prompts))
-    except TEMPLATE_ERRORS:
+        return render_shown(tokenizer, messages, tools, add_generation_prompt=prompts)
+    except Unrendered:
         return None
 
 
@@ -258,6 +247,7 @@ def _controls_in(tokenizer: PreTrainedTokenizerBase, text: str) -> list[_Control
     """The control tokens of a rendered text, in order."""
     found = controls(tokenizer)
     names = dict(zip(tokenizer.convert_ids_to_tokens(sorted(found.ending_ids)), sorted(found.ending_ids)))
+    # Raw text: known exchanges.
     ids = set(tokenizer(tokenizer.eos_token + text, add_special_tokens=False)["input_ids"])
     matches = any_of(set(names)).finditer(text)
     return [_Control(names[m[0]], m.start(), m.end()) for m in matches if names[m[0]] in ids]

@@ -21,7 +21,7 @@ from lightrlhf.cli.errors import UsageError
 from lightrlhf.cli.fields import at_least, flag
 from lightrlhf.cli.groups import RewardArgs, SamplingArgs
 from lightrlhf.data.batch import mix_seed, seeded_noise
-from lightrlhf.data.chat import render
+from lightrlhf.data.rendering import render
 from lightrlhf.data.splits import Row, load_split
 from lightrlhf.data.tokens import decode, encode_text
 from lightrlhf.data.turn_ends import turn_end

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from lightrlhf.cli.errors import UsageError
-from lightrlhf.data.chat import render
+from lightrlhf.data.rendering import render
 from lightrlhf.data.tokens import adds_bos
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lightrlhf.cli.errors import RunFailure, UsageError
-from lightrlhf.data.chat import render
+from lightrlhf.data.rendering import render
 from lightrlhf.data.tokens import encode_prompt
 from lightrlhf.models.tokenizer import end_ids
 

@@ -13,7 +13,7 @@ from datasets_prep.common import complete
 from datasets_prep.encoding import LOSSY, targets_of
 from datasets_prep.generic import prepare_data as generic
 from lightrlhf.cli.errors import UsageError
-from lightrlhf.data.chat import writes_date
+from lightrlhf.data.rendering import writes_date
 from lightrlhf.data.splits import IGNORE_INDEX
 from lightrlhf.data.tokens import encode_prompt, encode_response
 from lightrlhf.data.turn_ends import turn_ends

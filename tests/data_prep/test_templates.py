@@ -250,7 +250,7 @@ def test_the_expectations_refuse_what_a_template_loses():
     thought = assistant("two", reasoning_content="hmm")
     assert expected_turn(ZOO["chatml"], [user("one"), thought]) is None
     assert "hmm" in expected_turn(ZOO["qwen_thinking"], [user("one"), thought]).text
-    assert expected_turn(ZOO["deepseek_r1"], [user("one"), assistant("two")]) is None  # its prompt opens a thought
+    assert expected_turn(ZOO["deepseek_r1"], [user("one"), thought]).text.startswith("hmm\n</think>\n\ntwo")
     assert expected_turn(ZOO["gemma"], [{"role": "system", "content": "be"}, user("one"), assistant("two")]) is None
     assert expected_turn(ZOO["two_roles"], [{"role": "system", "content": "be"}, user("one"), assistant("two")]) is None
     both = assistant("see", tool_calls=[call("Paris")])
@@ -285,7 +285,7 @@ def test_each_trained_turn_is_what_the_template_renders(name, dialogues):
     print(f"templates {name}: {len(cases)} dialogues, {count['turns']} turns, {count['equal']} equal, "
           f"{count['refused']} dialogues refused and counted")  # fmt: skip
     assert not wrong, f"{len(wrong)} of {len(cases)} dialogues\n" + "\n".join(wrong[:3])
-    assert count["turns"] or name == "deepseek_r1"
+    assert count["turns"]
 
 
 def trained(row: dict[str, Any]) -> tuple[list[int], list[bool]]:

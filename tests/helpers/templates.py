@@ -37,6 +37,7 @@ class Kind:
     ends: tuple[str, ...]  # what may end an assistant's turn; empty: the turn is left open
     marks: tuple[str, ...] = ()  # text that the template writes between turns beside its added tokens
     folds: bool = False  # the tokenizer reads upper case and wide letters as plain ones
+    thinking: tuple[str, str] | None = None  # what opens it in each prompt, and ends it in no rendered answer
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerFast:
@@ -209,7 +210,8 @@ THINKING = r"""
 {%- if add_generation_prompt -%}{{ '<|im_start|>assistant\nOPENING' }}{%- endif -%}
 """
 
-# The prompt opens a block that no rendered answer has: what stands before </think> is gone from every turn.
+# The prompt opens a block that no rendered answer has: what stands before </think> is gone from every turn. A model
+# writes its end.
 R1 = r"""
 {{- bos_token -}}
 {%- for m in messages if m.role == 'system' -%}{{ m.content }}{%- endfor -%}
@@ -542,6 +544,7 @@ ZOO: dict[str, Kind] = {
             "deepseek_r1",
             lambda: bytes_with(DEEPSEEK, R1, bos=DEEPSEEK[0], eos=DEEPSEEK[1], adds_bos=True, unnamed=THINK[:2]),
             (DEEPSEEK[1],),
+            thinking=("<think>\n", "\n</think>\n\n"),
         ),
         Kind("channels", lambda: bytes_with(HARMONY, CHANNELS, eos="<|return|>"), ("<|return|>", "<|call|>")),
         Kind("llama3", _llama(LLAMA3, whole_words=True), ("<|eot_id|>",)),
@@ -679,6 +682,11 @@ def expected_turn(kind: Kind, messages: Messages, tools: list | None = None) -> 
     """The turn of the last message; None if the template cannot render it behind its prompt, or not all of it."""
     tokenizer = kind.tokenizer
     prompt, whole = render(kind, messages[:-1], tools, True), render(kind, messages, tools, False)
+    if prompt and whole and kind.thinking:
+        opened, ended = kind.thinking
+        head = prompt.removesuffix(opened)
+        assert whole.startswith(head) and head != prompt
+        whole = prompt + (messages[-1].get("reasoning_content") or "") + ended + whole[len(head) :]
     if prompt is None or whole is None or not whole.startswith(prompt):
         return None
     if kind.ends:

@@ -22,7 +22,7 @@ from transformers import (
 from lightrlhf import export, sft
 from lightrlhf.cli.errors import RunFailure, UsageError
 from lightrlhf.cli.groups import ModelArgs
-from lightrlhf.data.chat import render
+from lightrlhf.data.rendering import render
 from lightrlhf.gguf import tokens, writer
 from lightrlhf.gguf.modelfile import chat_texts
 from lightrlhf.models import export_check, lora
