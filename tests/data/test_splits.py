@@ -7,7 +7,6 @@ the programs themselves.
 from __future__ import annotations
 
 import copy
-import importlib
 import shutil
 from datetime import date
 from functools import partial
@@ -15,6 +14,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from helpers.programs import main_of
 
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.data.rows import load_rows
@@ -191,7 +191,7 @@ def test_programs(program, cafe_data, base_model, tmp_path, case, capsys):
         flags += ["--verify", str(verify), "--accelerator", "cpu", "--max_steps", "1"]
         flags += ["--reward_function", "helpers.rewards:length"] if stage == "prompts" else []
         with pytest.raises(SystemExit) as stop:
-            importlib.import_module(f"lightrlhf.{program}").main(flags)
+            main_of(program)(flags)
         line = capsys.readouterr().err.strip()
         expected = "is not what was written" if verify else "row 1"
         case(f"{program} --verify {verify}", stop.value.code == 2 and expected in line and "\n" not in line, line)

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import time
-import zlib
 
 import pytest
 from helpers.servers import RawServer, reply, wait_at_most
+from helpers.wrong_replies import DEEP, broken
 
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.generation.openai_client import RemoteArgs, Servers
 from lightrlhf.storage.jsonl import read_jsonl, write_jsonl
 
-DEEP = b'{"choices":' + b"[" * 100_000 + b"]" * 100_000 + b"}"
 NOTHING = [None, 7, 1.5, True, [], ["a"], {}, {"text": "a"}, [{"type": "text", "text": "a"}], "\ud800", "a\udfffb"]
 ENDS = [
     None,
@@ -63,49 +61,7 @@ def cases() -> dict[str, object]:
     found["of another request"] = answers(choice(), id="cmpl-lightrlhf-0123456789abcdef-00000000")
     found["header of another request"] = reply(whole, {"X-Request-Id": "lightrlhf-0123456789abcdef-00000000"})
     found["error with status 200"] = reply(b'{"error": {"message": "overloaded"}}')
-    for name, content in {
-        "html": b"<html><h1>502 Bad Gateway</h1></html>",
-        "event stream": b'data: {"choices": [{"delta": {"content": "WRONG"}}]}\n\ndata: [DONE]\n\n',
-        "empty": b"",
-        "null": b"null",
-        "list": b"[1]",
-        "number": b"1e999",
-        "truncated": whole[:-3],
-        "two documents": whole + whole,
-        "invalid UTF-8": whole.replace(b"WRONG", b"\xff\xfe"),
-        "deep": DEEP,
-        "huge number": b'{"choices": ' + b"9" * 5000 + b"}",
-        "NaN": b'{"choices": NaN}',
-        "NUL": b"\x00" * 50,
-        "UTF-16": whole.decode().encode("utf-16")[:-1],
-        "17 MiB": b'{"choices": "' + b"a" * 17 * 2**20 + b'"}',
-    }.items():
-        found[f"body {name}"] = reply(content)
-    for name, encoded in {
-        "gzip": b"\x1f\x8b\x08\x00garbage",
-        "deflate": b"garbage",
-        "br": b"\xff\xff\xff",
-        "zstd": b"\x28\xb5\x2f\xfdgarbage",
-        "gzip, gzip": gzip.compress(b"garbage"),
-    }.items():
-        found[f"broken {name}"] = reply(encoded, {"Content-Encoding": name})
-    found["truncated gzip"] = reply(gzip.compress(whole)[:-20], {"Content-Encoding": "gzip"})
-    found["truncated deflate"] = reply(zlib.compress(whole)[:-12], {"Content-Encoding": "deflate"})
-    found["bomb"] = reply(gzip.compress(b"a" * 2**26), {"Content-Encoding": "gzip"})
-    head = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
-    found["length too large"] = head + b"Content-Length: 9999\r\n\r\n" + whole
-    found["length too small"] = head + b"Content-Length: 20\r\n\r\n" + whole
-    found["length negative"] = head + b"Content-Length: -5\r\n\r\n" + whole
-    found["length no number"] = head + b"Content-Length: abc\r\n\r\n" + whole
-    found["two lengths"] = head + b"Content-Length: 5\r\nContent-Length: 9\r\n\r\n" + whole
-    found["chunks cut"] = head + b"Transfer-Encoding: chunked\r\n\r\n" + b"%x\r\n" % len(whole) + whole
-    found["chunk size wrong"] = head + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n" + whole
-    found["no status line"] = b"WRONG" * 40
-    found["closed at once"] = b""
-    found["header without end"] = b"HTTP/1.1 200 OK\r\nX: " + b"a" * 200_000
-    found["drips bytes"] = [b"HTTP/1.1 200 OK\r\nContent-Length: 99999\r\n\r\n", *([0.1, b" "] * 100)]
-    found["drips headers"] = [b"HTTP/1.1 200 OK\r\n", *([0.1, b"X: y\r\n"] * 100)]
-    found["100 without end"] = [b"HTTP/1.1 100 Continue\r\n\r\n", 0.1] * 100
+    found |= broken(whole)
     for code in (408, 409, 425, 429, 500, 502, 503, 504, 529, 599):
         found[f"status {code}"] = reply(whole, status=code)
     for value in ("nan", "-5", "Wed, 21 Oct 2015 07:28:00 GMT", "Wed, 99 Foo 99999 99:99:99", "soon", "", "-inf"):

@@ -240,6 +240,17 @@ def metrics(experiment_dir: str | Path) -> list[dict[str, float]]:
     return [{name: value for name, value in row.items() if not name.startswith("time/")} for row in rows]
 
 
+SAMPLING_GAP = ("sampling/kl", "sampling/ratio_max", "sampling/dropped", "sampling/staleness")
+
+
+def learned(experiment_dir: str | Path) -> list[dict[str, float]]:
+    """The metrics that do not depend on times, or on whether servers sampled."""
+    return [
+        {name: value for name, value in row.items() if not name.startswith("time/") and name not in SAMPLING_GAP}
+        for row in metrics(experiment_dir)
+    ]
+
+
 def listing(folder: str | Path) -> list[str]:
     """Relative paths of all files in a folder and its subfolders."""
     return sorted(str(path.relative_to(folder)) for path in Path(folder).rglob("*") if path.is_file())

@@ -9,6 +9,7 @@ import importlib
 import inspect
 import re
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from helpers import ROOT
@@ -23,6 +24,11 @@ FILES = {
 def main_of(program: str) -> Callable[[list[str]], Any]:
     """The `main` of a program of the library."""
     return importlib.import_module(PROGRAMS[program].module).main
+
+
+def trained(program: str, *flags: object) -> Path:
+    """Run a training program in this process; returns its experiment dir."""
+    return Path(main_of(program)([str(flag) for flag in flags]))
 
 
 def args_class(program: str) -> type:

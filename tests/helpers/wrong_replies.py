@@ -80,15 +80,15 @@ def of_vllm() -> dict[str, Callable]:
     return {name: changed(change) for name, change in found.items()}
 
 
-def of_bytes() -> dict[str, bytes | list | Callable]:
-    """By name what no server may send."""
-    found: dict[str, bytes | list | Callable] = {}
-    whole = b'{"choices": [], "text": "WRONG"}'
+def broken(whole: bytes) -> dict[str, bytes | list]:
+    """By name what no server may send in place of a body in JSON, as bytes, or as a list of bytes and pauses."""
+    found: dict[str, bytes | list] = {}
     bodies = {
         "html": b"<html><h1>502 Bad Gateway</h1></html>",
         "event stream": b'data: {"choices": []}\n\ndata: [DONE]\n\n',
         "empty": b"",
         "null": b"null",
+        "list": b"[1]",
         "number": b"1e999",
         "truncated": whole[:-3],
         "two documents": whole + whole,
@@ -96,16 +96,18 @@ def of_bytes() -> dict[str, bytes | list | Callable]:
         "lone surrogate": b'{"choices": "\\ud800"}',
         "deep": DEEP,
         "huge number": b'{"choices": ' + b"9" * 5000 + b"}",
+        "NaN": b'{"choices": NaN}',
         "NUL": b"\x00" * 50,
+        "UTF-16": whole.decode().encode("utf-16")[:-1],
         "17 MiB": b'{"choices": "' + b"a" * 17 * 2**20 + b'"}',
     }
     for name, content in bodies.items():
         found[f"body {name}"] = reply(content)
-    found["body of another type"] = reply(whole, {"Content-Type": "text/html"})
-    for name, encoded in {"gzip": b"\x1f\x8b\x08\x00garbage", "deflate": b"garbage", "br": b"\xff\xff\xff"}.items():
+    encodings = {"gzip": b"\x1f\x8b\x08\x00garbage", "deflate": b"garbage", "br": b"\xff\xff\xff"}
+    encodings |= {"zstd": b"\x28\xb5\x2f\xfdgarbage", "gzip, gzip": gzip.compress(b"garbage")}
+    for name, encoded in encodings.items():
         found[f"broken {name}"] = reply(encoded, {"Content-Encoding": name})
-    found["broken zstd"] = reply(b"\x28\xb5\x2f\xfdgarbage", {"Content-Encoding": "zstd"})
-    found["truncated gzip"] = reply(gzip.compress(whole)[:-9], {"Content-Encoding": "gzip"})
+    found["truncated gzip"] = reply(gzip.compress(whole)[:-20], {"Content-Encoding": "gzip"})
     found["truncated deflate"] = reply(zlib.compress(whole)[:-6], {"Content-Encoding": "deflate"})
     found["bomb"] = reply(gzip.compress(b"a" * 2**26), {"Content-Encoding": "gzip"})
     head = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
@@ -120,6 +122,14 @@ def of_bytes() -> dict[str, bytes | list | Callable]:
     found["drips bytes"] = [b"HTTP/1.1 200 OK\r\nContent-Length: 99999\r\n\r\n", *([0.1, b" "] * 100)]
     found["drips headers"] = [b"HTTP/1.1 200 OK\r\n", *([0.1, b"X: y\r\n"] * 100)]
     found["100 without end"] = [b"HTTP/1.1 100 Continue\r\n\r\n", 0.1] * 100
+    return found
+
+
+def of_bytes() -> dict[str, bytes | list | Callable]:
+    """By name what no server may send."""
+    whole = b'{"choices": [], "text": "WRONG"}'
+    found: dict[str, bytes | list | Callable] = {**broken(whole)}
+    found["body of another type"] = reply(whole, {"Content-Type": "text/html"})
     found["reset in the midst"] = reset
     for code in (201, 202, 204, 206, 402, 405, 406, 408, 409, 410, 415, 418, 425, 429, 451, 500, 502, 503, 504, 599):
         found[f"status {code}"] = reply(whole, status=code)

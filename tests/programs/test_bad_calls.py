@@ -14,6 +14,7 @@ from typing import Literal, Union, get_args, get_origin, get_type_hints
 
 import pytest
 from helpers import CPU
+from helpers.programs import main_of
 
 from lightrlhf import programs
 from lightrlhf.cli.errors import UsageError
@@ -165,7 +166,7 @@ CONFIGS = {
 def test_config_files(case, tmp_path, capsys):
     flags = ("sft", "generate", "plot", "export", "serve", "doctor", "quickstart")
     for program, flag in {**dict.fromkeys(flags, "--config"), "sweep": "--sweep_file"}.items():
-        main = importlib.import_module(f"lightrlhf.{program}").main
+        main = main_of(program)
         for name, content in CONFIGS.items():
             file = tmp_path / "flags.yaml"
             file.write_bytes(content)
@@ -293,7 +294,7 @@ READS = {  # by program the columns that it reads, and its flags
 @pytest.mark.parametrize("program", READS)
 def test_rows_of_responses(case, program, tmp_path, capsys, base_model):
     columns, flags = READS[program]
-    main = importlib.import_module(f"lightrlhf.{program.split()[0]}").main
+    main = main_of(program.split()[0])
     flags = [str(base_model) if flag == "MODEL" else flag for flag in flags]
     flags = [tmp_path / flag if str(flag).startswith("out") else flag for flag in flags]
     file, out = tmp_path / "rows.jsonl", tmp_path / "other.jsonl"
@@ -350,7 +351,7 @@ def test_output_files(case, tmp_path, capsys, base_model, monkeypatch):
     ]
     before = sorted(tmp_path.rglob("*"))
     for program, flag, name, others in calls:
-        main = importlib.import_module(f"lightrlhf.{program}").main
+        main = main_of(program)
         words = [str(word) for word in (*others, flag, tmp_path / name)]
         held, seen = refusal(lambda: main(words), capsys)  # noqa: B023
         same = sorted(tmp_path.rglob("*")) == before
@@ -374,7 +375,7 @@ def test_args_json_of_runs(case, tmp_path, capsys, base_model, cafe_data):
             "plot": ("--experiment_dir", tmp_path / "run"),
             "sft": ("--resume_from", tmp_path / "run"),
         }.items():
-            main = importlib.import_module(f"lightrlhf.{program}").main
+            main = main_of(program)
             held, seen = refusal(lambda: main([str(word) for word in words]), capsys)  # noqa: B023
             case(f"{program} of a run with args.json, {name}", held and "args.json" in seen, seen[-100:])
 

@@ -14,6 +14,7 @@ from helpers import CPU
 from helpers.data import gpt2_like
 from helpers.errors import error_naming
 from helpers.gguf import converted
+from helpers.programs import main_of, trained
 
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.cli.parser import parse
@@ -89,7 +90,7 @@ def test_iterations_hand_its_name_on(program, data, here, request, tmp_path):
         ]
     data_dir = str(request.getfixturevalue(data))
     started = ["--data_dir", data_dir, "--model_name", NAME, "--log_dir", str(tmp_path), *few]
-    experiment = Path(importlib.import_module(f"lightrlhf.{program}").main(started))
+    experiment = trained(program, *started)
     cards = [path.read_text() for path in experiment.rglob("README.md")]
     assert len(cards) >= 2
     for card in cards:
@@ -141,7 +142,7 @@ def test_it_is_no_reward_model(program, name, here, tuned, cafe_data, capsys, tm
     }
     given = flags.get(program, ["--experiment_dir", str(tuned)])
     with pytest.raises(SystemExit) as stop:
-        importlib.import_module(f"lightrlhf.{program}").main([*given, "--rm_experiment_dir", name])
+        main_of(program)([*given, "--rm_experiment_dir", name])
     *_, line = capsys.readouterr().err.strip().splitlines()
     assert stop.value.code == 2 and f"--rm_experiment_dir {name}: a GGUF file holds a language model" in line
 
@@ -206,7 +207,7 @@ def test_a_name_that_means_no_file_is_one_line(program, flags, name, here, cafe_
     monkeypatch.chdir(here[0])
     data = ["--data_dir", str(cafe_data)] if program in ("sft", "generate", "online_dpo", "evaluate") else []
     with pytest.raises(SystemExit) as stop:
-        importlib.import_module(f"lightrlhf.{program}").main([*flags, name, *data])
+        main_of(program)([*flags, name, *data])
     assert stop.value.code == 2
     *_, line = capsys.readouterr().err.strip().splitlines()
     assert name in line and ("does not exist" in line or "package" in line)

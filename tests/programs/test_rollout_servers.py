@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
 import shutil
@@ -10,7 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import last_checkpoint, metrics, run_program, weights
+from helpers import SAMPLING_GAP, last_checkpoint, learned, metrics, run_program, weights
+from helpers.programs import trained
 from helpers.servers import wait_at_most
 from helpers.serving import serving
 from helpers.tiny_runs import TinyRuns, experiment_of
@@ -20,7 +20,6 @@ from lightrlhf.generation import served
 from lightrlhf.generation.server_pool import RolloutServers
 from lightrlhf.storage.checkpoint import checkpoints
 
-SERVED = ("sampling/kl", "sampling/ratio_max", "sampling/dropped", "sampling/staleness")
 PROGRAMS = ("ppo", "grpo")
 NONE = ("--sampling_correction", "none")
 
@@ -33,17 +32,7 @@ def url(runs):
 
 def run(runs: TinyRuns, program: str, folder: Path, *more: object) -> Path:
     """The experiment dir of a run of six steps that evaluates every third one."""
-    main = importlib.import_module(f"lightrlhf.{program}").main
-    main(runs.flags(program, folder, "--rollout_mini_batch_size", 32, "--eval_interval", 3, *more))
-    return experiment_of(folder)
-
-
-def learned(experiment: Path) -> list[dict[str, float]]:
-    """The metrics that do not depend on times, or on whether servers sampled."""
-    return [
-        {name: value for name, value in row.items() if not name.startswith("time/") and name not in SERVED}
-        for row in metrics(experiment)
-    ]
+    return trained(program, *runs.flags(program, folder, "--rollout_mini_batch_size", 32, "--eval_interval", 3, *more))
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
@@ -54,7 +43,7 @@ def test_without_a_correction_a_run_is_bitwise_that_of_the_local_engine(program,
     assert weights(last_checkpoint(local)) == weights(last_checkpoint(served))
     gaps = [row for row in metrics(served) if "sampling/kl" in row]
     assert len(gaps) == 6 and max(row["sampling/kl"] for row in gaps) < 1e-9
-    assert not any(name in row for row in metrics(local) for name in SERVED)
+    assert not any(name in row for row in metrics(local) for name in SAMPLING_GAP)
 
 
 @pytest.mark.parametrize("kind", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
@@ -75,7 +64,7 @@ def test_a_run_that_was_cut_goes_on_bit_equal_beside_the_same_server(program, ru
     cut = experiment_of(tmp_path / "cut")
     for folder in checkpoints(cut)[1:]:
         shutil.rmtree(folder)
-    importlib.import_module(f"lightrlhf.{program}").main(["--resume_from", str(cut)])
+    trained(program, "--resume_from", cut)
     assert learned(cut) == learned(whole)
     assert weights(last_checkpoint(cut)) == weights(last_checkpoint(whole))
 

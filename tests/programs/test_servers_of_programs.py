@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import json
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
-from helpers import last_checkpoint, metrics, run_program, weights
+from helpers import SAMPLING_GAP, last_checkpoint, learned, metrics, run_program, weights
+from helpers.programs import trained
 from helpers.serving import serving
 from helpers.tiny_runs import TinyRuns, experiment_of
 
@@ -23,7 +23,6 @@ from lightrlhf.storage.shards import Shard
 
 SEAL = ("sha256", "bytes")
 SLOTS = 8  # of the server and of the local engine, which then do the same arithmetic
-GAP = ("sampling/kl", "sampling/ratio_max", "sampling/dropped", "sampling/staleness")
 
 
 @pytest.fixture(scope="module")
@@ -34,17 +33,7 @@ def url(runs):
 
 def run(runs: TinyRuns, program: str, folder: Path, *more: object) -> Path:
     """The experiment dir of a run."""
-    main = importlib.import_module(f"lightrlhf.{program}").main
-    main(runs.flags(program, folder, "--rollout_mini_batch_size", SLOTS, *more))
-    return experiment_of(folder)
-
-
-def learned(experiment: Path) -> list[dict[str, float]]:
-    """The metrics that do not depend on times, or on whether servers sampled."""
-    return [
-        {name: value for name, value in row.items() if not name.startswith("time/") and name not in GAP}
-        for row in metrics(experiment)
-    ]
+    return trained(program, *runs.flags(program, folder, "--rollout_mini_batch_size", SLOTS, *more))
 
 
 # ----------------------------------------------------------------------------------------------------------- generate
@@ -103,9 +92,8 @@ def test_a_file_that_was_cut_goes_on_to_the_same_bytes(flags, url, tmp_path):
 
 def test_weights_of_an_adapter_go_merged(flags, runs, url, tmp_path):
     """The server's own model is another one; it samples from the model of the flag."""
-    sft = importlib.import_module("lightrlhf.sft").main
-    sft(runs.flags("sft", tmp_path / "sft", "--finetune_mode", "lora", steps=2))
-    adapter = ["--model_name", str(experiment_of(tmp_path / "sft"))]
+    run_of_adapter = trained("sft", *runs.flags("sft", tmp_path / "sft", "--finetune_mode", "lora", steps=2))
+    adapter = ["--model_name", str(run_of_adapter)]
     local = generated(tmp_path / "local.jsonl", [*flags, *adapter])
     served = generated(tmp_path / "served.jsonl", [*flags, *adapter], "--rollout_server", url)
     other = generated(tmp_path / "other.jsonl", flags)
@@ -192,7 +180,7 @@ def test_online_refuel_is_that_of_the_local_engine(runs, url, tmp_path):
     gaps = [row for row in metrics(served) if "objective/score" in row]
     assert len(gaps) == 6 and max(row["sampling/kl"] for row in gaps) < 1e-9
     assert all(abs(row["sampling/ratio_max"] - 1) < 1e-4 for row in gaps)
-    assert not any(name in row for row in metrics(local) for name in GAP)
+    assert not any(name in row for row in metrics(local) for name in SAMPLING_GAP)
 
 
 def test_two_ranks_of_online_refuel_share_servers(runs, url, tmp_path):
@@ -243,7 +231,7 @@ def test_decisions_of_servers_are_those_of_the_local_policy(way, runs, corridor_
     gaps = [row for row in metrics(served) if "objective/score" in row]
     assert len(gaps) == 6 and max(row["sampling/kl"] for row in gaps) < 1e-9
     assert all(abs(row["sampling/ratio_max"] - 1) < 1e-4 and row["sampling/dropped"] == 0 for row in gaps)
-    assert not any(name in row for row in metrics(local) for name in GAP)
+    assert not any(name in row for row in metrics(local) for name in SAMPLING_GAP)
     assert played(local) == played(served)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import CPU, last_checkpoint, metrics, weights
+from helpers.programs import main_of, trained
 
 from lightrlhf import evaluate, sft
 from lightrlhf.cli.groups.evaluation import best_metric
@@ -94,7 +95,7 @@ def test_a_deleted_best_is_one_clear_line_and_a_resumed_run_drops_the_link(whole
     }.items():
         data = [] if program == "serve" else ["--data_dir", str(cafe_data)]
         with pytest.raises(SystemExit) as stop:
-            importlib.import_module(f"lightrlhf.{program}").main([*flags, *data])
+            main_of(program)([*flags, *data])
         (line,) = capsys.readouterr().err.strip().splitlines()
         assert stop.value.code == 2 and f"{name} links to {gone.name}, which does not exist; give {folder}" in line
     assert final_checkpoint(folder) == last_checkpoint(folder)
@@ -140,7 +141,7 @@ def test_every_program_keeps_its_best_by_evaluations_or_by_training_metrics(prog
     if program == "ppo":
         flags.remove("--learning_rate")
         flags.remove("1e-1")
-    run = Path(importlib.import_module(f"lightrlhf.{program}").main(flags))
+    run = trained(program, *flags)
     found = values(run, metric)
     best = max(found, key=found.get)  # the first of equal ones
     assert os.readlink(run / "best") == f"checkpoint-{best:06d}" and steps(run) == sorted({best, 5})

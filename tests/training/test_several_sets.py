@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import shutil
@@ -11,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import CPU, last_checkpoint, metrics, reseal, weights
-from helpers.programs import args_class
+from helpers.programs import args_class, trained
 
 from lightrlhf import sft
 from lightrlhf.cli.groups import DataSetsArgs
@@ -46,8 +45,7 @@ def sets(cafe_data, tmp_path_factory):
 
 def train(program: str, folders, model, logs, *more: str) -> Path:
     flags = ["--data_dir", *map(str, folders), "--model_name", str(model), "--log_dir", str(logs)]
-    main = importlib.import_module(f"lightrlhf.{program}").main
-    return Path(main([*flags, *(PPO_FLAGS if program == "ppo" else FLAGS), *more]))
+    return trained(program, *flags, *(PPO_FLAGS if program == "ppo" else FLAGS), *more)
 
 
 @pytest.mark.parametrize("program", ["sft", "rm", "dpo", "ppo"])
@@ -75,7 +73,7 @@ def test_a_weighted_run_that_is_resumed_is_bitwise_the_same(program, sets, base_
     rows, end, best = metrics(run), weights(last_checkpoint(run)), os.readlink(run / "best")
     for path in checkpoints(run)[1:]:
         shutil.rmtree(path)
-    importlib.import_module(f"lightrlhf.{program}").main(["--resume_from", str(run)])
+    trained(program, "--resume_from", run)
     assert metrics(run) == rows and weights(last_checkpoint(run)) == end and os.readlink(run / "best") == best
 
 
