@@ -311,7 +311,7 @@ def prepare(
         return report.try_out(args, examples, dropped, tokenizer)
     examples, dropped = collect(args, rows, encoder)
     if "unpaired" in examples and (odd := next((d for d in dropped if d.reason.startswith("label is neither")), None)):
-        raise RunFailure(f"{odd.source}: {odd.reason}, or make it true or false everywhere; other rows have labels")
+        raise RunFailure(f"{odd.source}: {odd.reason}; other rows have such labels")
     if not any("train" in splits for splits in examples.values()):
         raise RunFailure(report.no_rows(args, examples, dropped))
     replaced = read_object(destination / "args.json").get("dataset_name")

@@ -31,11 +31,14 @@ import os
 import re
 from typing import Any
 
-from datasets_prep.columns import ALIASES, DECISIVE, FORMATS, OURS, STEPS, SYNONYMS, no_format, two_formats
+from datasets_prep import shapes
+from datasets_prep.columns import DECISIVE, FORMATS, OURS, STEPS, SYNONYMS, ours, two_formats
 from datasets_prep.messages import (
     answer,
     as_dialogue,
+    as_message,
     as_messages,
+    check_ends,
     check_order,
     earlier_turns,
     holds_turns,
@@ -65,21 +68,22 @@ def to_row(raw: dict[str, Any], mapping: dict[str, str] | None = None) -> Row:
     by_column = {theirs: ours for ours, theirs in mapping.items()}
     column_of: dict[str, str] = {}  # by our name, or its own
     for column, value in raw.items():
-        name = by_column.get(column) or ALIASES.get(column, column)
+        name = by_column.get(column) or ours(column, value)
         if value is None or (name in mapping and mapping[name] != column):
             continue
         if name in column_of:
             raise BadRow(f"two formats: {column_of[name]} and {column}; choose one: --columns {name}={column}")
         column_of[name] = column
     values = {name: raw[column] for name, column in column_of.items()}
-    nulls = {by_column.get(column) or ALIASES.get(column, column) for column in raw if raw[column] is None}
+    nulls = {by_column.get(column) or ours(column) for column in raw if raw[column] is None}
     reader = _Reader(values, column_of, nulls & set(OURS), set(mapping))
     row = reader.row()
+    check_ends(row)
     if column_of.get("prompt") == "context_messages" and row.keys() <= {"prompt", "tools", "read_as"}:
         row["stage"] = "prompts"
     read = {column_of[name] for name in reader.used if name in column_of}
     left = {column: value for column, value in raw.items() if column not in read}
-    left = {c: v for c, v in left.items() if v is not None or (by_column.get(c) or ALIASES.get(c, c)) not in OURS}
+    left = {c: v for c, v in left.items() if v is not None or (by_column.get(c) or ours(c)) not in OURS}
     row["columns"] = {column: plain(value) for column, value in left.items()}
     return row | ({"notes": reader.notes} if reader.notes else {})
 
@@ -112,6 +116,8 @@ class _Reader:
                 raise BadRow(f"column {name}: images and sounds are not read")
         self._read_alpaca()
         self._read_dialogue_before_a_pair()
+        if not self.mapped and (line := shapes.hint(values, shapes.ALWAYS)):
+            raise BadRow(line)
         names = next((names for names in FORMATS if self._fits(names)), None)
         if names is None:
             raise self._no_format()
@@ -138,7 +144,7 @@ class _Reader:
     def _no_format(self) -> BadRow:
         for name in sorted(self.mapped & self.nulls):
             return BadRow(f"{name}_is_null")
-        return BadRow(no_format(self.values, self.nulls, self.columns))
+        return BadRow(shapes.no_format(self.values, self.nulls, self.columns))
 
     def _read_alpaca(self) -> None:
         """`instruction`, `input`, `history` and `output` as prompt and completion."""
@@ -196,7 +202,7 @@ class _Reader:
         if "chat_template_kwargs" in values:
             self.notes.append("chat_template_kwargs kept as a column: the template is given no arguments")
         self.used.add("tools")
-        for tool in list_of(values.get("tools") or [], "tools"):
+        for tool in list_of(values.get("tools") or [], "tools", "functions' schemas"):
             tool = parsed(tool) if isinstance(tool, str) else tool
             if not isinstance(tool, dict) or not ("name" in tool or isinstance(tool.get("function"), dict)):
                 raise BadRow("tools: a list of functions' schemas is expected")
@@ -233,6 +239,8 @@ class _Reader:
     def _system(self) -> str:
         self.used.add("system")
         value = self.values.get("system") or ""
+        if isinstance(value, dict):
+            return str(as_message({"role": "system", **value})["content"])
         return text_of(value, "system") if value else ""
 
     def _with_system(self, messages: Messages) -> Messages:
@@ -359,6 +367,8 @@ class _Reader:
         if "prompt" in self.used:
             asked = [name for name in others if name in SYNONYMS["prompt"] and name not in turns]
             self.notes += [f"{self.shown[name]} kept as a column beside the prompt" for name in asked]
+        if names == ("prompt",) and not self.mapped:
+            self.notes += shapes.unread_answers(self.values, others)
         if any(self.values.get(name) in (0, False) for name in ("weight", "train")):
             self.notes.append("weight or train of a row is not read: give it to its messages")
 

@@ -1,10 +1,12 @@
 """Messages of raw rows: OpenAI's `{role, content, …}` and ShareGPT's `{from, value}`, with everything they hold.
 
-Left out: images and sounds (refused).
+A turn may also be `{"user": "…", "assistant": "…"}`, one key of these, or a pair of texts; a list of messages may also
+be an object of lists. Left out: images and sounds (refused).
 """
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from typing import Any
@@ -12,10 +14,19 @@ from typing import Any
 from datasets_prep.turns import BadRow, Messages
 from lightrlhf.data import chat
 
-ROLES = chat.ROLES | {"function_call": "assistant"}
+ROLES = chat.ROLES | {"function_call": "assistant", "bing": "assistant", "bard": "assistant"}
+ROLES |= {"function_response": "tool", "prompter": "user"}
+SPEAKERS = {name: role for name, role in ROLES.items() if role != "tool" and name != "model"}
+SPEAKERS |= {"input": "user", "output": "assistant"}  # keys of a turn whose values are what they say
 MESSAGE_KEYS = {"role", "content", "reasoning_content", "tool_calls", "tool_call_id", "name", "weight"}
-NAMES = {"from": "role", "value": "content", "reasoning": "reasoning_content", "thinking": "reasoning_content"}
+OTHER_KEYS = {"from": "role", "speaker": "role", "value": "content", "text": "content", "parts": "content"}
+OTHER_KEYS |= {"reasoning": "reasoning_content", "thinking": "reasoning_content"}
+METADATA = {"id", "message_id", "timestamp", "created", "created_at", "date", "model", "language", "lang", "turn"}
+MESSAGE = '{"role": …, "content": …}'
 MESSAGES_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*['"](role|content|from|value)['"]\s*:""")
+END_TOKENS = re.compile(  # of any model; </s> is also HTML's
+    r"(<\|(?:im_end|endoftext|eot_id|end_of_text|end|eom_id)\|>|<end_of_turn>|<eos>|<｜end▁of▁sentence｜>|</s>)\s*$"
+)
 # columns whose text is never a list of messages written out
 TEXTS = ("prompt", "completion", "chosen", "rejected", "messages")
 MISPLACED = {  # (roles that a message may follow, what is wrong elsewhere); None is the start
@@ -34,8 +45,12 @@ def as_messages(turns: list[Any]) -> Messages:
 
     A call that ShareGPT writes as a turn of its own joins the assistant's message before it. Raises: BadRow.
     """
+    if turns and all(isinstance(turn, list) and turn and isinstance(turn[0], dict) for turn in turns):
+        if len(turns) > 1:
+            raise BadRow("several dialogues in one row: write one a row")
+        turns = turns[0]
     messages: Messages = []
-    for turn in turns:
+    for turn in (part for given in turns for part in _said(given) or [given]):
         message = as_message(turn)
         is_call = (turn.get("from") or turn.get("role")) == "function_call"
         if is_call and messages and messages[-1]["role"] == "assistant":
@@ -49,14 +64,21 @@ def as_messages(turns: list[Any]) -> Messages:
 def as_message(turn: Any) -> dict[str, Any]:
     """One message, with the keys of MESSAGE_KEYS that it has. Raises: BadRow, which names an unknown key."""
     if not isinstance(turn, dict):
-        raise BadRow(f"message_is_{type(turn).__name__}")
-    given = {key: value for key, value in turn.items() if value is not None}
-    if twice := [key for key, name in NAMES.items() if key in given and given.get(name, given[key]) != given[key]]:
-        raise BadRow(f"a message with both {NAMES[twice[0]]} and {twice[0]}")
-    given = {NAMES.get(key, key): value for key, value in given.items()}
-    raw_role = given.get("role")
-    if not isinstance(raw_role, str) or raw_role not in ROLES:
-        raise BadRow(f"unknown role {str(raw_role)[:20]!r}: user, assistant, system and tool are read")
+        raise BadRow(f"a {kind_of(turn)} in the place of a message: write {MESSAGE}")
+    given: dict[str, Any] = {}
+    first: dict[str, str] = {}  # of the keys with one meaning
+    for key, value in turn.items():
+        name = str(OTHER_KEYS.get(key, key))
+        if value is None or key in METADATA:
+            continue
+        if first.setdefault(name, key) != key and given[name] != value:
+            raise BadRow(f"a message with both {first[name]} and {key}")
+        given[name] = value
+    if "role" not in given:
+        raise BadRow(f"a message without a role, of the keys {', '.join(sorted(turn)[:8])}: write {MESSAGE}")
+    raw_role = given["role"].lower() if isinstance(given["role"], str) else None
+    if raw_role not in ROLES:
+        raise BadRow(f"unknown role {str(given['role'])[:20]!r}: user, assistant, system and tool are read")
     role = ROLES[raw_role]
     if raw_role == "function_call":
         calls = parsed(given.pop("content", None))
@@ -66,7 +88,7 @@ def as_message(turn: Any) -> dict[str, Any]:
     weight = _weight(given, role)
     unknown = sorted(key for key in given.keys() - MESSAGE_KEYS if given[key] not in ("", [], {}))
     if unknown:
-        raise BadRow(f"unknown key of a message: {unknown[0]}")
+        raise BadRow(f"unknown key of a message: {unknown[0]}; remove it, or rename it to what it is")
     message: dict[str, Any] = {"role": role, "content": _content(given)}
     if role != "assistant" and (wrong := given.keys() & {"reasoning_content", "tool_calls"}):
         raise BadRow(f"{min(wrong)} in a {role} message")
@@ -74,7 +96,7 @@ def as_message(turn: Any) -> dict[str, Any]:
         if key in given:
             message[key] = text_of(given[key], key)
     if given.get("tool_calls"):
-        message["tool_calls"] = [_call(call) for call in list_of(given["tool_calls"], "tool_calls")]
+        message["tool_calls"] = [_call(call) for call in list_of(given["tool_calls"], "tool_calls", "calls")]
     return message | ({} if weight is None else {"weight": weight})
 
 
@@ -101,6 +123,8 @@ def _content(given: dict[str, Any]) -> str:
         if given.get("tool_calls"):
             return ""
         raise BadRow("message_content_is_null")
+    if isinstance(content, dict):
+        content = [content]
     if not isinstance(content, list):
         return text_of(content, "message_content")
     return "".join(_part(part) for part in content)
@@ -112,9 +136,11 @@ def _part(part: Any) -> str:
     if not isinstance(part, dict):
         raise BadRow(f"a part of a message is {type(part).__name__}")
     kind = part.get("type")
-    if kind in ("text", "input_text", "output_text") and isinstance(part.get("text"), str):
-        return part["text"]
-    raise BadRow(f"a part of a message is no text but {kind if isinstance(kind, str) else 'of no type'}")
+    texts = [text for text in map(part.get, ("text", "value", "content")) if isinstance(text, str)]
+    if kind in (None, "text", "input_text", "output_text") and len(texts) == 1:
+        return texts[0]
+    what = "of no type" if kind is None else f"{kind} without its text" if kind == "text" else str(kind)[:20]
+    raise BadRow(f"a part of a message is no text but {what}: only text is read")
 
 
 def _call(call: Any) -> dict[str, Any]:
@@ -122,7 +148,7 @@ def _call(call: Any) -> dict[str, Any]:
     call = {key: value for key, value in call.items() if value is not None} if isinstance(call, dict) else {}
     function = call.pop("function", None) or {key: call.pop(key) for key in ("name", "arguments") if key in call}
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise BadRow("a tool call without a function's name")
+        raise BadRow('a tool call without a function\'s name: write {"name": …, "arguments": {…}}')
     if unknown := sorted((call.keys() - {"type", "id"}) | (function.keys() - {"name", "arguments"})):
         raise BadRow(f"unknown key of a tool call: {unknown[0]}")
     if call.get("type", "function") != "function":
@@ -150,24 +176,44 @@ def check_order(messages: Messages) -> None:
         before = message["role"]
 
 
+def check_ends(row: dict[str, Any]) -> None:
+    """Raises: BadRow for an answer that ends with the end token of a model, written as text."""
+    answers = [row[name] for name in ("text", "completion", "chosen", "rejected") if name in row]
+    answers += [message for message in row.get("messages", ()) if message["role"] == "assistant"]
+    for answer in answers:
+        text = answer if isinstance(answer, str) else answer["content"]
+        if (found := END_TOKENS.search(text)) and "<s>" not in text[1:]:
+            raise BadRow(f"an answer or text that ends with {found[1]}: remove it, an end token is added")
+
+
 def earlier_turns(value: Any) -> Messages | None:
     """Messages of a list of turns, given as messages or as pairs of user and assistant texts; None for anything else.
 
     JSON text, as in CSV, is parsed. Raises: BadRow for a message that cannot be read.
     """
     turns = parsed(value) if isinstance(value, str) and value.lstrip().startswith("[") else value
-    if not isinstance(turns, list) or not turns:
+    if not isinstance(turns, list) or not turns or not all(map(is_turn, turns)):
         return None
-    if all(isinstance(turn, dict) and turn.keys() & {"role", "from"} for turn in turns):
-        return as_messages(turns)
-    messages: Messages = []
-    for turn in turns:
-        named = {ROLES.get(role): said for role, said in turn.items()} if isinstance(turn, dict) else None
-        pair = [named.get("user"), named.get("assistant")] if named and len(turn) == 2 else turn
-        if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(said, str) for said in pair):
-            return None
-        messages += [{"role": role, "content": said} for role, said in zip(("user", "assistant"), pair)]
-    return messages
+    return as_messages(turns)
+
+
+def is_turn(turn: Any) -> bool:
+    """Whether a value is a message, or what its speakers say in one turn."""
+    return isinstance(turn, dict) and not turn.keys().isdisjoint(("role", "from", "speaker")) or _said(turn) is not None
+
+
+def _said(turn: Any) -> Messages | None:
+    """Messages of `{"user": "…", "assistant": "…"}`, or of a pair of their texts; None for anything else."""
+    if isinstance(turn, list) and len(turn) == 2:
+        turn = dict(zip(("user", "assistant"), turn))
+    if not isinstance(turn, dict) or not turn or not all(isinstance(text, str) for text in turn.values()):
+        return None
+    said = [(SPEAKERS.get(str(name).lower()), text) for name, text in turn.items()]
+    roles = [role for role, _ in said]
+    if None in roles or len(set(roles)) < len(roles):
+        return None
+    order = ("system", "developer", "user", "assistant", "tool")
+    return [{"role": role, "content": text} for role, text in sorted(said, key=lambda part: order.index(str(part[0])))]
 
 
 def holds_turns(value: Any) -> bool:
@@ -204,34 +250,55 @@ def truth(value: Any) -> bool:
     if known is None and isinstance(value, (bool, int, float)) and value in (0, 1):
         known = bool(value)
     if known is None:
-        raise BadRow("label is neither true nor false: rename the column if it is no feedback on the completion")
+        raise BadRow("label is neither true nor false: write these, or rename the column if it is no feedback")
     return known
 
 
 def side(value: Any, name: str) -> str | Messages:
-    if isinstance(value, (list, dict)):
+    if isinstance(value, list) or is_turn(value):
         return as_messages([value] if isinstance(value, dict) else value)
     return text_of(value, name)
 
 
 def text_of(value: Any, name: str) -> str:
-    """Raises: BadRow for what is no text, or is messages written as text (a list in a CSV cell)."""
+    """Raises: BadRow for what is no text, or is a list written as text (in a CSV cell)."""
+    if name == "completion" and type(value) is int:  # an answer such as 4
+        return str(value)
     if not isinstance(value, str):
-        raise BadRow(f"{name}_is_{type(value).__name__}")
+        raise BadRow(f"{name} is a {kind_of(value)}, not a text: write the text itself")
     if name in TEXTS and MESSAGES_AS_TEXT.match(value):
         raise BadRow(f"{name} is a list of messages written as text: use .jsonl, or one column of messages")
+    if name == "prompt" and value.startswith('["') and isinstance(parsed(value), list):
+        raise BadRow(f"{name} is a list written as text: write the text itself")
     return value
 
 
-def list_of(value: Any, name: str) -> list[Any]:
+def kind_of(value: Any) -> str:
+    """What JSON calls a value."""
+    names = {bool: "truth value", int: "number", float: "number", str: "text", list: "list", dict: "JSON object"}
+    return names.get(type(value), type(value).__name__)
+
+
+def list_of(value: Any, name: str, of: str = MESSAGE) -> list[Any]:
     """A list, also from JSON text, as CSV and some tools columns have it. Raises: BadRow."""
     if isinstance(value, str):
-        value = parsed(value)
+        value = parsed(value) or _python_list(value)
         if not isinstance(value, list):
-            raise BadRow(f"{name} is text that is no JSON list")
+            raise BadRow(f"{name} is a text, not a list of {of} or its JSON (json.dumps)")
+    lists = list(value.values()) if isinstance(value, dict) else []
+    if len(lists) > 1 and all(isinstance(one, list) and len(one) == len(lists[0]) for one in lists):
+        return [dict(zip(value, parts)) for parts in zip(*lists)]  # as `datasets` stores a sequence of structs
     if not isinstance(value, list):
-        raise BadRow(f"{name}_is_{type(value).__name__}")
+        raise BadRow(f"{name} is a {kind_of(value)}, not a list of {of}")
     return value
+
+
+def _python_list(text: str) -> Any:
+    """The list of a text that Python's `str` wrote, as pandas does in a CSV file; None if it is none."""
+    try:
+        return ast.literal_eval(text) if re.match(r"\s*\[\s*\{", text) else None
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return None
 
 
 def parsed(text: Any) -> Any:

@@ -6,6 +6,7 @@ messages.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
@@ -17,6 +18,9 @@ from lightrlhf.storage.jsonl import Row
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+PROMPT_AS_TEXT = re.compile(r"(^|\n)(Human|User): .*\n\s*Assistant:\s*$", re.DOTALL)
 
 
 class Segment(NamedTuple):
@@ -174,6 +178,10 @@ class Planner:
     def _wrapped(self, prompt: str | Messages) -> str | Messages:
         if isinstance(prompt, str) and self.wraps:
             self._plain(prompt)
+            if PROMPT_AS_TEXT.search(prompt):
+                raise BadRow(
+                    "a prompt that is a dialogue as text: give messages, or --wrap_prompts False for plain text"
+                )
             return [{"role": "user", "content": prompt}]
         return prompt
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lightrlhf.cli.errors import RunFailure, UsageError, first_line
+from lightrlhf.storage.file_kinds import check_is_data, head_of
 
 Rows = Iterator[tuple[str, dict[str, Any]]]  # (source, values)
 CHUNK = 1000  # rows of a parquet or arrow file at a time
@@ -23,9 +24,10 @@ def read_table(file: Path) -> Rows:
     """Rows of a parquet or arrow file, of which one batch is in memory."""
     import pyarrow
 
+    check_is_data(file, head_of(file))
     number = 0
     try:
-        for batch in _parquet_batches(file) if file.name.endswith(".parquet") else _arrow_batches(file):
+        for batch in _arrow_batches(file) if file.name.lower().endswith(".arrow") else _parquet_batches(file):
             for values in _decode(pyarrow.Table.from_batches([batch])):
                 number += 1
                 yield f"{file}:{number}", values
@@ -94,6 +96,7 @@ def _decode(table: Any) -> Iterator[dict[str, Any]]:
 
 
 def repeated(names: list[str]) -> str | None:
+    """The first of several equal names."""
     return next((name for name in names if names.count(name) > 1), None)
 
 

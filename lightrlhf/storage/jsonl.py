@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.storage.checkpoint import replacing, write_text
+from lightrlhf.storage.file_kinds import HEAD, foreign
 from lightrlhf.storage.locks import lock_file
 from lightrlhf.storage.writing import make_folder, sync_folder, writing
 
@@ -39,7 +40,9 @@ def read_jsonl(path: str | Path, needs: Sequence[str] = (), may_be_cut: bool = F
     path = Path(path)
     try:
         content = path.read_bytes()
-        lines = content.decode("utf-8").split("\n")  # splitlines would also split at a U+2028 within a text
+        if said := foreign(content[:HEAD]):
+            raise UsageError(f"{path} is {said}")
+        lines = content.decode("utf-8-sig").split("\n")  # splitlines would also split at a U+2028 within a text
     except (OSError, UnicodeDecodeError) as problem:
         raise UsageError(f"{path} cannot be read: {problem}") from None
     check_seal(path, content, may_be_cut)

@@ -6,16 +6,20 @@
 # ruff: noqa: E501
 from __future__ import annotations
 
+import bz2
 import csv
 import gzip
 import io
 import json
+import lzma
 import tempfile
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 from helpers.data import chatml_like
 from helpers.errors import error_naming
@@ -301,6 +305,84 @@ case("unpaired_dialogue.jsonl", [{"messages": TALK, "label": False}, {"messages"
      "label_is_null")
 case("no_label.jsonl", [{"prompt": "Sky?", "completion": " Red.", "label": "sky"}], "label is neither true nor false")
 case("stepwise.jsonl", [STEPWISE], "steps with a label each are not read; nearest: prompt, completion, label")
+# other shapes of messages
+HELLO = {"messages": TALK[:2]}
+case("older_roles.jsonl", [{"conversations": [{"from": "Human", "value": "Hi"}, {"from": name, "value": "Hello."}]} for name in ("bing", "bard")], HELLO, HELLO)
+case("roles_of_a_tree.jsonl", [{"messages": [{"role": "prompter", "text": "Hi"}, said("w()"), {"role": "function_response", "text": "Rain"}, said("Wet.")]}],
+     {"messages": [user("Hi"), said("w()"), tool("Rain"), said("Wet.")]})
+case("speakers.jsonl", [{"messages": [{"speaker": "USER", "text": "Hi", "id": 1}, {"speaker": "assistant", "text": "Hello.", "model": "m"}]}], HELLO)
+case("two_texts.jsonl", [{"messages": [{"role": "user", "text": "Hi", "content": "Ho"}]}], "a message with both text and content")
+case("said.jsonl", [{"messages": [{"human": "Hi", "assistant": "Hello."}]}, {"messages": [{"user": "Hi"}, {"assistant": "Hello."}]},
+                    {"messages": [["Hi", "Hello."]]}, {"conversation": [{"system": "Be kind.", "input": "Hi", "output": "Hello."}]}],
+     HELLO, HELLO, HELLO, "nearest: messages (--columns messages=conversation)")
+case("said_with_system.jsonl", [{"conversation": [{"output": "Hello.", "input": "Hi", "system": "Be kind."}]}], {"messages": [SYSTEM, *TALK[:2]]}, columns="messages=conversation")
+case("too_deep.jsonl", [{"messages": [TALK[:2]]}, {"messages": [TALK, TALK]}], HELLO, "several dialogues in one row")
+case("struct_of_lists.jsonl", [{"conversations": {"from": ["human", "gpt"], "value": ["Hi", "Hello."]}}], HELLO)
+case("one_message.jsonl", [{"messages": user("Hi")}], "messages is a JSON object, not a list")
+case("texts_for_messages.jsonl", [{"messages": ["Hi", "Hello."]}], "a text in the place of a message")
+case("without_roles.jsonl", [{"messages": [{"content": "Hi"}]}], "a message without a role, of the keys content")
+case("odd_parts.jsonl", [{"messages": [user([part]), said("Hello.")]} for part in ({"type": "text", "value": "Hi"}, {"text": "Hi"}, {"type": "text", "content": "Hi"})],  # type: ignore[arg-type]
+     HELLO, HELLO, HELLO)
+case("part_alone.jsonl", [{"messages": [user({"type": "text", "text": "Hi"}), said("Hello.")]}], HELLO)  # type: ignore[arg-type]
+case("gemini.jsonl", [{"systemInstruction": {"parts": [{"text": "Be kind."}]}, "contents": [{"role": "user", "parts": [{"text": "Hi"}]}, {"role": "model", "parts": [{"text": "Hello."}]}]},
+                      {"contents": "Once upon a time", "text": "a"}],
+     {"messages": [SYSTEM, *TALK[:2]]}, {"text": "a", "columns": {"contents": "Once upon a time"}})
+case("reasoning.jsonl", [{"messages": [user("Hi"), said("Hello.", **{key: "Greet."})]} for key in ("reasoning", "thinking")],
+     *[{"messages": [user("Hi"), said("Hello.", reasoning_content="Greet.")]}] * 2)
+case("call_as_text.jsonl", [{"conversations": [{"from": "human", "value": "Hi"}, {"from": "function_call", "value": "w()"}]}], "a tool call without a function's name: write {")
+case("items.jsonl", [{"items": SHARED, "id": "x"}], "nearest: messages (--columns messages=items)")
+# labels, system prompts and numbers
+case("kto_tag.jsonl", [{"conversations": SHARED, "kto_tag": False}], {"prompt": [user("Hi")], "completion": "Hello.", "label": False})
+case("system_prompt.jsonl", [{"system_prompt": "Be kind.", "messages": TALK}], {"messages": [SYSTEM, *TALK]})
+case("openorca.jsonl", [{"id": "x", "system_prompt": "Be kind.", "question": "Sky?", "response": "Blue."}], "(--columns prompt=question,completion=response)")
+case("a_number.jsonl", [{"prompt": "2+2?", "completion": 4}, {"prompt": "2+2?", "completion": 4.0}], {"prompt": "2+2?", "completion": "4"}, "completion is a number, not a text")
+# answers that are not read
+case("response.jsonl", [{"prompt": "Sky?", "response": "Blue."}, {"prompt": "Sky?", "label": "Blue."}],
+     *[{"prompt": "Sky?", "columns": {name: "Blue."}, "notes": [f"{name} kept as a column: --columns completion={name} makes it the answer"]} for name in ("response", "label")])
+case("two_responses.jsonl", [{"prompt": "Sky?", "response_0": "Blue.", "response_1": "Red.", "better": 0}],
+     {"prompt": "Sky?", "columns": {"response_0": "Blue.", "response_1": "Red.", "better": 0},
+      "notes": ["response_0 and response_1 kept as columns: for pairs write prompt, chosen, rejected, as the file in howto/add_a_dataset.md does"]})
+case("ranked.jsonl", [{"prompt": "Sky?", "answers": ["Blue.", "Red."]}],
+     {"prompt": "Sky?", "columns": {"answers": ["Blue.", "Red."]},
+      "notes": ["answers kept as a column: for pairs write prompt, chosen, rejected, as the file in howto/add_a_dataset.md does"]})
+case("list_cell.csv", [{"prompt": '["Sky?"]', "response_a": "Blue."}], "prompt is a list written as text")
+case("scored_side.jsonl", [{"prompt": "Sky?", "chosen": {"text": "Blue.", "score": 5}, "rejected": {"text": "Red.", "score": 1}}], "chosen is a JSON object, not a text")
+# end tokens
+for number, row in enumerate([{"prompt": "a", "completion": "b</s>"}, {"messages": [user("Hi"), said("Hello.<|im_end|>\n")]},
+                              {"text": "a <|endoftext|>"}, {"prompt": "a", "chosen": "b<end_of_turn>", "rejected": "c"}]):  # fmt: skip
+    case(f"end_token_{number}.jsonl", [row], "an answer or text that ends with <")
+case("html_strike.jsonl", [{"prompt": "a", "completion": "It is <s>old</s>"}, {"prompt": "</s>", "completion": "b"}],
+     {"prompt": "a", "completion": "It is <s>old</s>"}, {"prompt": "</s>", "completion": "b"})
+# rows of no format: what they are and what to write
+for name, row, line in [
+    ("stack_exchange", {"qid": 1, "question": "Sky?", "response_j": "Blue.", "response_k": "Red."}, "--columns prompt=question,chosen=response_j,rejected=response_k"),
+    ("shp", {"history": "Sky?", "human_ref_A": "Blue.", "human_ref_B": "Red.", "labels": 1}, "two answers to a prompt (human_ref_A and human_ref_B)"),
+    ("helpsteer3", {"context": TALK[:1], "response1": "Blue.", "response2": "Red.", "overall_preference": -2}, "two answers to a prompt (response1 and response2)"),
+    ("arena", {"winner": "model_a", "conversation_a": TALK, "conversation_b": TALK}, "two answers to a prompt (conversation_a and conversation_b)"),
+    ("ultrafeedback", {"instruction": "Sky?", "completions": [{"response": "Blue.", "score": 9.0}, {"response": "Red.", "score": 1}]}, "several answers to a prompt with scores (completions)"),
+    ("scores_beside", {"query": "Sky?", "answers": ["Blue.", "Red."], "ranks": [0, 1]}, "several answers to a prompt with scores (answers)"),
+    ("tree", {"message_tree_id": "t", "prompt": {"text": "Sky?", "role": "prompter", "replies": []}}, "a tree of messages"),
+    ("flat_tree", {"message_id": "m", "parent_id": None, "text": "Sky?", "role": "prompter"}, "a tree of messages"),
+    ("export", {"title": "t", "mapping": {"a": {"message": None}}}, "a tree of messages"),
+    ("message", user("Hi"), "one message a row"),
+    ("tokenised", {"input_ids": [1, 2], "labels": [-100, 2]}, "tokenised rows (input_ids)"),
+    ("tokenised_pairs", {"chosen_input_ids": [1], "rejected_input_ids": [2]}, "tokenised rows (chosen_input_ids)"),
+    ("error", {"error": "Invalid password."}, "an error message instead of data (error)"),
+    ("whole_columns", {"prompt": ["Sky?", "Sea?"], "completion": ["Blue.", "Wet."]}, "lists, not a text each"),
+    ("pandas", {"prompt": {"0": "Sky?"}, "completion": {"0": "Blue."}}, "lists, not a text each"),
+    ("list_of_texts", {"text": ["The sky is blue.", "The sea is wet."]}, "lists, not a text each"),
+    ("dialogue_as_text", {"chat": "USER: Hi\n\nASSISTANT: Hello."}, "a dialogue as text (chat)"),
+    ("inside_list", {"train": [{"prompt": "a", "completion": "b"}], "n": 1}, "jq -c '.train[]' FILE"),
+    ("inside", {"row": {"prompt": "a", "completion": "b"}}, "jq -c '.row' FILE"),
+    ("by_id", {"x": {"prompt": "a"}, "y": {"prompt": "b"}}, "jq -c '.[]' FILE"),
+    ("roleless", {"data": ["Hi", "Hello."], "id": "0"}, "texts without roles (data)"),
+    ("human_bot", {"human": "Hi", "bot": "Hello."}, "(--columns prompt=human,completion=bot)"),
+    ("summaries", {"document": "Long.", "summary": "Short."}, "(--columns prompt=document,completion=summary)"),
+    ("nemotron", {"input": TALK[:1], "output": "Hello.", "reasoning": "off"}, "(--columns prompt=input,completion=output)"),
+    ("metadata", {"question": "Sky?", "answer": "Blue.", "sources": [{"page": "x"}]}, "(--columns prompt=question,completion=answer)"),
+]:  # fmt: skip
+    case(f"shape_{name}.jsonl", [row], line)
+case("no_header.csv", b"Sky?,Blue.\nSea?,Wet.\n", "the first line of a CSV file names its columns")
 # other columns, several formats
 case("collection.jsonl", [{"context_messages": [user("Hi")]}], {"prompt": [user("Hi")], "stage": "prompts"})
 case("mixed_rows.jsonl", [{"prompt": "a", "completion": "b", "n": 1}, {"messages": TALK}, {"text": "c", "n": "one"}],
@@ -342,7 +424,7 @@ case(
     [{"prompt": [user("Hi")], "completion": "Hello."}],
     "prompt is a list of messages written as text",
 )
-case("repr.csv", [{"messages": str(TALK)}], "messages is text that is no JSON list")
+case("repr.csv", [{"messages": str(TALK)}], {"messages": TALK})
 case("typo.jsonl", [{"question": "Sky?", "answer": "Blue."}], "no column qestion among question, answer; did you mean prompt=question?",
      columns="prompt=qestion")
 case("swapped.jsonl", [{"question": "Sky?"}], "question is no column that is read; did you mean prompt=question?",
@@ -377,9 +459,50 @@ case("ragged.csv", b"prompt,completion\na,b\nSky, blue?,Yes.\n", "ragged.csv:3: 
 case("open_quote.csv", b'prompt,completion\na,b\n"Sky?,Yes.\nc,d\n', "open_quote.csv:3: not a row of separated values")
 case("same_column.csv", b"prompt,prompt\na,b\n", "same_column.csv:1: the column 'prompt' occurs twice")
 case("latin1.csv", "text\ncafé\n".encode("latin-1"), "latin1.csv:2: byte 4 is not UTF-8")
-case("damaged.csv.gz", gzip.compress(b"text\na\n")[:-6], "damaged.csv.gz:3: the gzip stream is damaged")
+case("damaged.csv.gz", gzip.compress(b"text\na\n")[:-6], "damaged.csv.gz:3: the compressed stream is damaged")
 case("damaged.arrow", b"ARROW", "damaged.arrow: not a readable arrow file")
 case("notes.txt", b"hello", "notes.txt: its name must end in .jsonl")
+AB = ({"text": "a"}, {"text": "b"})
+AB_LINES = b'{"text": "a"}\n{"text": "b"}\n'
+PARQUET = pyarrow.BufferOutputStream()
+pyarrow.parquet.write_table(pyarrow.Table.from_pylist([*AB]), PARQUET)
+case("over_lines.jsonl", b'{\n "text": "a"\n}\n{\n "text": "b"\n}\n', *AB)
+case("over_lines_with_commas.json", b'{\n "text": "a"\n},\n{\n "text": "b"\n},\n', *AB)
+case("damage_over_lines.json", b'{\n "text": "a"\n}\n{\n "text": b\n}\n', "damage_over_lines.json:5: not JSON")
+case("version_and_data.json", b'{\n "version": 1,\n "data": [{"question": "a"}]\n}', "jq -c '.data[]' FILE")
+case("lines_of_messages.jsonl", [TALK[:2], TALK[:2]], HELLO, HELLO)  # type: ignore[list-item]
+case("lines_of_lists.jsonl", b'["Sky?", "Blue."]\n["Sea?", "Wet."]\n', "lines_of_lists.jsonl:1: a JSON list, not an object")
+case("lines_of_texts.jsonl", b'"a"\n"b"\n', 'lines_of_texts.jsonl:1: a text, not an object: write {"text": ')
+case("array_of_texts.json", b'["a", "b"]', 'array_of_texts.json:1: a text, not an object: write {"text": ')
+case("json_in_json.jsonl", json.dumps('{"text": "a"}').encode(), "JSON within a text")
+case("commas.jsonl", b'{"text": "a"},\n{"text": "b"},\n', *AB)
+case("last_comma.json", b'[{"text": "a"},\n{"text": "b"},\n]\n', *AB)
+case("python.jsonl", b'{"text": "a", "x": None}\n', "python.jsonl:1: Python's notation")
+case("carriage_returns.jsonl", b'{"text": "a"}\r{"text": "b"}\r', "carriage_returns.jsonl:1: several objects")
+case("csv.jsonl", b"text,n\na,1\n", "csv.jsonl:1: separated values")
+case("lines.csv", AB_LINES, *AB)
+case("LINES.JSONL", AB_LINES, *AB)
+case("lines.ndjson", AB_LINES, *AB)
+case("spaces.csv", b"prompt, completion\nSky?,Blue.\n", {"prompt": "Sky?", "completion": "Blue."})
+for suffix, content in [("gz", gzip.compress(AB_LINES)), ("bz2", bz2.compress(AB_LINES)), ("xz", lzma.compress(AB_LINES)),
+                        ("zst", pyarrow.compress(AB_LINES, codec="zstd", asbytes=True))]:  # fmt: skip
+    case(f"lines.jsonl.{suffix}", content, *AB)
+    case(f"{suffix}_without_its_name.jsonl", content, *AB)
+    case(f"damaged.jsonl.{suffix}", content[:-6], "the compressed stream is damaged")
+case("plain.jsonl.gz", AB_LINES, *AB)
+case("parquet.jsonl", PARQUET.getvalue().to_pybytes(), *AB)
+for name in ("lfs.jsonl", "lfs.csv", "lfs.parquet", "lfs.json.gz"):
+    case(name, b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n", f"{name} is a Git LFS pointer")
+case("page.json", b"<!DOCTYPE html>\n<html>", "page.json is a web page")
+case("page.parquet", b"\n<html>", "page.parquet is a web page")
+case("denied.json", b'<?xml version="1.0"?><Error/>', "denied.json is a web page")
+case("zip.zip", b"PK\x03\x04 train.jsonl", "zip.zip is a zip archive")
+case("zip.jsonl", b"PK\x03\x04 train.jsonl", "zip.jsonl is a zip archive")
+case("sheet.xlsx", b"PK\x03\x04 xl/workbook.xml", "sheet.xlsx is an Excel workbook")
+case("finetune_train.pt", b"PK\x03\x04 archive/data.pkl", "--data_dir")
+case("rows.pkl", b"\x80\x04]", "rows.pkl is a pickle")
+for name, codec in [("16", "utf-16"), ("16le", "utf-16-le"), ("16be", "utf-16-be")]:
+    case(f"utf{name}.jsonl", AB_LINES.decode().encode(codec), f"utf{name}.jsonl is UTF-16")
 # fmt: on
 
 

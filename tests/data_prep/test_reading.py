@@ -14,7 +14,7 @@ import pytest
 from helpers.data import write_lines
 from helpers.errors import error_naming
 
-from datasets_prep import reading
+from datasets_prep import json_files
 from datasets_prep.reading import Source
 from lightrlhf.cli.errors import RunFailure, UsageError
 
@@ -33,7 +33,7 @@ def values(path: Path) -> list[dict]:
 @pytest.mark.parametrize("piece", [1, 7, 100, 10_000])
 @pytest.mark.parametrize("start, end", [("[", "]"), ('{"data": [', "]}")])
 def test_arrays_of_any_piece_size(tmp_path, monkeypatch, piece, start, end):
-    monkeypatch.setattr(reading, "PIECE", piece)
+    monkeypatch.setattr(json_files, "PIECE", piece)
     file = tmp_path / "a.json"
     file.write_text(
         start + "\n" + ",\n".join(json.dumps(row, ensure_ascii=False) for row in ROWS) + "\n" + end + "\n\n"
@@ -48,11 +48,11 @@ def test_objects_over_several_lines_name_their_first(tmp_path):
 
 
 BAD_ARRAYS = {  # name: (text, line, words)
-    "empty and more": (b"[]\n[]", 2, "text behind the end"),
+    "empty and more": (b"[\n]\n[]", 3, "text behind the end"),
     "not closed": (b'[\n{"a": 1}\n', 3, "not closed"),
-    "trailing comma": (b'[\n{"a": 1},\n]', 3, "not JSON"),
+    "two commas": (b'[\n{"a": 1},\n,]', 3, "not JSON"),
     "no comma": (b'[\n{"a": 1}\n{"a": 2}]', 3, "not separated by commas"),
-    "number": (b'[{"a": 1},\n7]', 2, "a JSON int; an array of objects"),
+    "number": (b'[{"a": 1},\n7]', 2, "a JSON int, not an object"),
     "wrong inside": (b'[{"a": 1},\n{"a": 2,\n "b": x}]', 3, "not JSON (Expecting value)"),
     "key twice": (b'[{"a": 1},\n{"a": 2, "a": 3}]', 2, "'a' occurs twice"),
     "not UTF-8": (b'[{"a": 1},\n{"a": "caf\xe9"}]', 2, "not UTF-8"),
@@ -65,7 +65,7 @@ BAD_ARRAYS = {  # name: (text, line, words)
 @pytest.mark.parametrize("piece", [3, 10_000])
 @pytest.mark.parametrize("name", BAD_ARRAYS)
 def test_damaged_arrays_name_the_line(tmp_path, monkeypatch, piece, name):
-    monkeypatch.setattr(reading, "PIECE", piece)
+    monkeypatch.setattr(json_files, "PIECE", piece)
     content, line, words = BAD_ARRAYS[name]
     file = tmp_path / "a.json"
     file.write_bytes(content)

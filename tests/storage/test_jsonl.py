@@ -110,6 +110,18 @@ def test_a_bad_line_is_named(tmp_path, text, facts):
         read_jsonl(tmp_path / "rows.jsonl", needs=["prompt"])
 
 
+@pytest.mark.parametrize("content", [b"version https://git-lfs.github.com/spec/v1\n", b"<html>", b"PK\x03\x04"])
+def test_a_file_that_is_no_data_is_named(tmp_path, content):
+    (tmp_path / "rows.jsonl").write_bytes(content)
+    with error_naming(UsageError, "rows.jsonl is a "):
+        read_jsonl(tmp_path / "rows.jsonl")
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_row(tmp_path):
+    (tmp_path / "rows.jsonl").write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\n')
+    assert read_jsonl(tmp_path / "rows.jsonl") == [{"prompt": "a"}]
+
+
 def test_a_file_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with error_naming(UsageError, "file/rows.jsonl"):
