@@ -446,7 +446,6 @@ def test_script_runs_as_module_and_as_path(tmp_path, tokenizer_dir, as_module):
             ["--validation_percentage=0.7", "--test_percentage=0.4"],
             "--validation_percentage 0.7 and --test_percentage 0.4",
         ),
-        (["--validation_percentage=nan"], "validation_percentage"),
         (["--split=2,4"], "--split 2,4"),
         (["--stage=pretraining"], "stage"),
         (["--turn_prompt_length=long"], "--turn_prompt_length long"),

@@ -67,8 +67,6 @@ def test_every_text_of_a_row_is_read_and_half_characters_are_left_out():
 @pytest.mark.parametrize(
     ("flags", "status", "words"),
     [
-        (["--vocab_size", "100"], 2, "--vocab_size 100"),
-        (["--num_samples", "0"], 2, "--num_samples 0"),
         (["--dataset_name", "nowhere.jsonl"], 2, "nowhere.jsonl"),
     ],
 )

@@ -336,11 +336,7 @@ def test_help_names_the_programs_for_environments_and_dialogues(capsys):
 @pytest.mark.parametrize(
     ("flags", "named"),
     [
-        (["--num_samples", "0"], "--num_samples 0"),
-        (["--rollout_mini_batch_size", "0"], "--rollout_mini_batch_size 0"),
-        (["--max_new_tokens", "0"], "--max_new_tokens 0"),
         (["--temperature", "0"], "--do_sample False"),
-        (["--top_p", "1.5"], "--top_p 1.5"),
         (["--data_dir", "nowhere"], "--data_dir nowhere"),
         (["--rm_experiment_dir", "nowhere"], "--rm_experiment_dir nowhere"),
         (["--reference_dir", "nowhere"], "--reference_dir nowhere"),

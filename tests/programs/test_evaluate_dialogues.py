@@ -71,8 +71,6 @@ def test_by_turn_ties_count_half_and_missing_scores_do_not_count():
 @pytest.mark.parametrize(
     "flags, named",
     [
-        (["--num_turns", "0"], "--num_turns 0"),
-        (["--num_samples", "0"], "--num_samples 0"),
         (["--data_dir", "nowhere"], "--data_dir nowhere"),
         (["--experiment_dir", "nowhere"], "--experiment_dir nowhere"),
         (["--mini_batch_size", "8"], "--rollout_mini_batch_size"),

@@ -130,7 +130,6 @@ def test_one_folder_stays_a_text_and_several_are_a_list(tmp_path):
             "--data_weights 1.0: give 2, one for each folder of --data_dir",
         ),
         (["--data_dir", "a", "--data_weights", "1", "2"], "--data_weights 1.0 2.0: give 1, one for each folder"),
-        (["--data_dir", "a", "b", "--data_weights", "1", "0"], "--data_weights 0.0"),
         (["--data_dir", "a", "b", "a"], "--data_dir a is given twice"),
         (["--data_dir", "a", "b"], "--data_dir a does not exist"),
     ],
