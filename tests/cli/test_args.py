@@ -278,7 +278,6 @@ def test_an_interrupt_ends_with_130(capsys):
 PRINTS = """
 import sys
 from lightrlhf.cli.errors import one_line_errors
-from lightrlhf.storage.results import print_table
 
 @one_line_errors
 def main(argv=None):
@@ -294,7 +293,7 @@ main()
     [
         "print('a line')",  # which is written at the end
         "for i in range(100): print(i, flush=True)",
-        "print_table('t', ['a'], [['b']])",
+        "from lightrlhf.storage.results import print_table; print_table('t', ['a'], [['b']])",
         "print('the help'); sys.exit(0)",
     ],
 )

@@ -351,6 +351,7 @@ def die(rows):
     os._exit(9)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere workers outlive a killed parent")
 def test_a_killed_parent_leaves_no_worker(tmp_path, tokenizer_dir):
     file = write_lines(tmp_path / "long.jsonl", ({"prompt": f"prompt {n}"} for n in range(200_000)))

@@ -152,6 +152,7 @@ def test_an_error_of_a_logged_call_names_the_log(program, tmp_path, capsys):
     assert log.read_text().count("$ python -m lightrlhf.fake") == 2 and not capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_demonstrations_of_the_hidden_map_and_of_sorting_are_whole(tmp_path):
     hidden_map.write_data(tmp_path / "map", 1, hidden_map.TOKENS)
     rows = load_split(tmp_path / "map", "finetune", "train")
@@ -250,6 +251,7 @@ def test_every_flag_of_an_experiment_exists(program):
 ORIGIN = {"seconds", "cpu_seconds", "versions", "commit", "day", "processor"}  # of every row
 
 
+@pytest.mark.slow
 def test_the_planted_hack_runs_and_resumes(tmp_path, capsys):
     folder = ["--output_dir", str(tmp_path), "--seeds", "1", "--smoke", "True"]
     reward_hack.main(folder)

@@ -35,6 +35,7 @@ def here(monkeypatch):
     monkeypatch.setattr(reflect_rl, "as_completed", lambda jobs: jobs)
 
 
+@pytest.mark.slow
 def test_a_short_seed_and_then_nothing_is_done_twice(here, tmp_path, capsys, monkeypatch):
     arms = ["SFT", "SFT+RL", "Reflect-RL"]
     flags = ["--output_dir", str(tmp_path), "--seeds", "7", "--smoke", "True", "--arms", *arms]
@@ -68,6 +69,7 @@ def test_an_arm_that_was_interrupted_goes_on(here, tmp_path, monkeypatch):
     assert calls == [["--resume_from", str(begun.parent)]]
 
 
+@pytest.mark.slow
 def test_a_base_is_made_once_for_all_seeds_and_goes_on_after_a_kill(here, tmp_path, monkeypatch):
     taxi = reflect_rl.TASKS["taxi"]._replace(base=reflect_rl.READER)
     monkeypatch.setitem(reflect_rl.TASKS, "taxi", taxi)

@@ -100,6 +100,7 @@ for line in sys.stdin:
 """
 
 
+@pytest.mark.slow
 def test_trainers_that_start_at_once_keep_their_folders(tmp_path):
     command = [sys.executable, "-c", STARTS, str(tmp_path)]
     options = {"env": environment(), "cwd": ROOT, "stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
