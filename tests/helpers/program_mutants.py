@@ -6,19 +6,7 @@ Each program has ten pairs of a text that occurs once and its replacement; `muta
 
 from __future__ import annotations
 
-TESTS = {  # test files of each program in tests/programs, quick ones first
-    "sft": "test_sft.py",
-    "rm": "test_rm.py",
-    "dpo": "test_dpo.py",
-    "kto": "test_kto.py",
-    "ppo": "test_ppo_update.py test_ppo.py",
-    "grpo": "test_grpo_update.py test_grpo.py",
-    "refuel": "test_refuel.py",
-    "online_refuel": "test_online_refuel.py",
-    "online_dpo": "test_online_dpo_update.py test_online_dpo.py",
-    "iterative_refuel": "test_iterative_refuel.py",
-    "reflect_rl": "test_reflect_rl.py test_servers_of_programs.py",
-}
+from pathlib import Path
 
 FAULTS: dict[str, list[tuple[str, str]]] = {
     "sft": [
@@ -156,4 +144,13 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
         ("run.backward(actor_loss / total", "run.backward(actor_loss / len(micro)"),
         ("batch.episode, args.gae_gamma, args.gae_lambd)  #", "batch.episode, args.gae_lambd, args.gae_gamma)  #"),
     ],
+}
+FOLDER = Path(__file__).resolve().parents[1] / "programs"
+OTHER_TESTS = {"reflect_rl": ("test_servers_of_programs.py",)}
+TESTS = {  # test files of each program in tests/programs, quick ones first
+    name: " ".join(
+        [one for one in (f"test_{name}_update.py", f"test_{name}.py") if (FOLDER / one).is_file()]
+        + [*OTHER_TESTS.get(name, ())]
+    )
+    for name in FAULTS
 }

@@ -16,8 +16,8 @@ import pytest
 import torch
 from helpers import last_checkpoint, metrics, reseal, weights
 from helpers.killed import forked
-from helpers.programs import main_of
-from helpers.tiny_runs import ITERATED, PROGRAMS, TRAINED, TinyRuns, experiment_of
+from helpers.programs import fields_of, main_of
+from helpers.tiny_runs import ITERATED, PROGRAMS, SAMPLING, TRAINED, TinyRuns, experiment_of
 from safetensors.torch import load_file, save_file
 
 from lightrlhf.cli.groups import DecodingArgs
@@ -266,7 +266,7 @@ def test_single_tokens_may_be_impossible(runs, case, tokenizer):
 REWARDS = {"NaN": math.nan, "inf": math.inf, "-inf": -math.inf, "None": None}
 
 
-@pytest.mark.parametrize("program", ["ppo", "grpo", "online_dpo", "online_refuel", "iterative_refuel"])
+@pytest.mark.parametrize("program", [one for one in SAMPLING if "reward_function" in fields_of(f"lightrlhf.{one}")])
 def test_rewards(program, runs, case, tmp_path):
     import helpers.rewards
 
