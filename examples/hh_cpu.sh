@@ -37,6 +37,6 @@ $PYTHON -m lightrlhf.ppo --data_dir "$DATA" --log_dir "$LOGS" --sft_experiment_d
     --eval_interval 10 --eval_iters 2 --log_interval 1
 PPO=$(newest rlhf-ppo)
 
-$PYTHON -m lightrlhf.evaluate --experiment_dir "$SFT" "$PPO" --rm_experiment_dir "$RM" --num_samples 100 \
+$PYTHON -m lightrlhf.evaluate --model_name "$SFT" "$PPO" --rm_experiment_dir "$RM" --num_samples 100 \
     --max_new_tokens 64
-$PYTHON -m lightrlhf.evaluate --experiment_dir "$RM" --num_samples 2000
+$PYTHON -m lightrlhf.evaluate --model_name "$RM" --num_samples 2000

@@ -64,13 +64,13 @@ OF_MODELS: dict[str, Any] = dict.fromkeys(  # flags of models that respond, whic
 class EvaluateArgs(responses.ResponseArgs, harnesses.HarnessArgs):
     """Evaluate language and reward models (see also evaluate_env and evaluate_dialogues)."""
 
-    experiment_dir: list[str] = flag([], split=paths, check=check_model_exists, required=EVALUATED, show="first")
+    model_name: list[str] = flag([], required=EVALUATED)
     """Experiment dirs or checkpoints; win rates are against the first."""
     responses_file: list[str] = flag(
         [],
         split=paths,
         check=check_file,
-        excludes={"experiment_dir": ..., "ranking_file": ..., **OF_MODELS},
+        excludes={"model_name": ..., "ranking_file": ..., **OF_MODELS},
         required=EVALUATED,
         show="first",
     )
@@ -91,11 +91,11 @@ class EvaluateArgs(responses.ResponseArgs, harnesses.HarnessArgs):
     def check_files(self) -> None:
         """Raises: ValueError unless one thing is evaluated, with flags that concern it, and results can be written."""
         files = [*self.responses_file, *([self.ranking_file] if self.ranking_file else [])]
-        if not (files or self.experiment_dir):
-            raise ValueError("--experiment_dir, --responses_file or --ranking_file is required: what is evaluated")
-        if self.ranking_file and not (self.experiment_dir or self.has_rewards):
+        if not (files or self.model_name):
+            raise ValueError("--model_name, --responses_file or --ranking_file is required: what is evaluated")
+        if self.ranking_file and not (self.model_name or self.has_rewards):
             raise ValueError(
-                f"--ranking_file {self.ranking_file} needs what ranks: reward models by --experiment_dir, or "
+                f"--ranking_file {self.ranking_file} needs what ranks: reward models by --model_name, or "
                 "--reward_function"
             )
         for name, given in (("rm_chat_template", self.rm_chat_template), ("trust_remote_code", self.trust_remote_code)):
@@ -103,7 +103,7 @@ class EvaluateArgs(responses.ResponseArgs, harnesses.HarnessArgs):
                 raise ValueError(f"--{name} True needs --rm_experiment_dir, or --ranking_file")
         for path in files:
             check_output(Path(path).parent / "eval" / f"{self.results_name(path)}.json", "results of")
-        check_results(self.experiment_dir, self.results_name(files[0]) if files else self.split)
+        check_results(self.model_name, self.results_name(files[0]) if files else self.split)
         if not files and not self.do_sample and self.num_generations > 1:
             raise ValueError(f"--num_generations {self.num_generations}: greedy responses are all the same; use 1")
         if not files and max(self.pass_k, default=1) > self.num_generations:
@@ -143,7 +143,7 @@ def evaluate_models(args: EvaluateArgs, device: torch.device) -> list[dict[str, 
     rows: list[dict[str, Any]] = []
     baseline: list[dict[str, Any]] = []  # records of the first experiment
     for name in args.model_names:
-        is_reward_model = holds_reward_model(resolve(name, "--experiment_dir"))
+        is_reward_model = holds_reward_model(resolve(name, "--model_name"))
         result, records = (evaluate_reward_model if is_reward_model else evaluate_policy)(args, name, data_dir, device)
         rows.append({"model": short_name(name), **result})
         if baseline and by and not is_reward_model:
@@ -198,9 +198,9 @@ def evaluate_ranking(args: EvaluateArgs, path: str, device: torch.device) -> lis
         if folder is not None:
             write_results(folder, args.results_name(path), rows[-1], records, to_dict(args))
 
-    for name in args.experiment_dir:
+    for name in args.model_name:
         trust, wrap = args.trust_remote_code, args.rm_chat_template
-        scorer = loading.load_scorer(name, device, args.rollout_mini_batch_size, "--experiment_dir", trust, wrap)
+        scorer = loading.load_scorer(name, device, args.rollout_mini_batch_size, "--model_name", trust, wrap)
         add(short_name(name), scorer, Path(name) if is_experiment_dir(name) else None)
     if args.has_rewards:
         rewards = make_rewards(args, device, grouped=True)
@@ -298,8 +298,8 @@ def evaluate_reward_model(
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Accuracy (ties half), loss and margin of a reward model on pairs, and one record per pair."""
     tokenizer = load_tokenizer(data_dir, name, verify=args.verify)
-    source = resolve(name, "--experiment_dir")
-    model = load_scalar(source, FrozenArgs(), tokenizer, args.seed, "--experiment_dir")
+    source = resolve(name, "--model_name")
+    model = load_scalar(source, FrozenArgs(), tokenizer, args.seed, "--model_name")
     model = model.requires_grad_(False).eval().to(device)
     rows = splits.load_split(data_dir, "preference", args.split, args.verify)[: args.num_samples]
     if getattr(model.model.config, "compares_pairs", False):

@@ -20,13 +20,11 @@ from lightrlhf.cli.errors import UsageError, one_line_errors
 from lightrlhf.cli.fields import check_args, flag
 from lightrlhf.cli.functions import load_function
 from lightrlhf.cli.groups.rewards import check_reward_model
-from lightrlhf.cli.lists import paths
 from lightrlhf.cli.parser import parse
 from lightrlhf.data.splits import check_vocabulary
 from lightrlhf.evaluation import frame
 from lightrlhf.generation.dialogues import Dialogue, as_row, load_dialogues, roll_out, score_turns
 from lightrlhf.generation.users import UserArgs, load_user
-from lightrlhf.gguf.files import check_model_exists
 from lightrlhf.maths.ops import win_rate
 from lightrlhf.models.loading import find_device
 from lightrlhf.models.roles import vocabulary_size
@@ -41,15 +39,13 @@ from lightrlhf.storage.run_dir import short_name, stored_arg
 class EvaluateDialoguesArgs(frame.PolicyEvaluationArgs, UserArgs):
     """Evaluate language models in dialogues of several turns, turn by turn."""
 
-    experiment_dir: list[str] = flag([], split=paths, check=check_model_exists, required="a model", show="first")
+    model_name: list[str] = flag([], required="a model")
     """Experiment dirs or checkpoints; win rates are against the first model."""
     rm_experiment_dir: str | None = flag(None, check=check_reward_model)
     """Reward model that scores the dialogues; by default the judge of the data."""
 
     def _check(self) -> None:
-        if not self.experiment_dir:
-            raise ValueError("--experiment_dir needs at least one experiment dir")
-        check_results(self.experiment_dir, f"{self.split}_by_turn")
+        check_results(self.model_name, f"{self.split}_by_turn")
 
 
 def run(args: EvaluateDialoguesArgs) -> list[dict[str, Any]]:
@@ -82,7 +78,7 @@ def run(args: EvaluateDialoguesArgs) -> list[dict[str, Any]]:
     show(rows)
     if args.dry_run:
         print(f"of {len(openings)} openings; nothing was written; leave --dry_run out to evaluate all")
-    elif (first := files.get(args.experiment_dir[0])) and len(rows) > 1:
+    elif (first := files.get(args.model_name[0])) and len(rows) > 1:
         print(f"picture: {draw(rows, first.with_name(f'{first.name}.png'))}")
     return rows
 

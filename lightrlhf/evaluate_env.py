@@ -64,7 +64,7 @@ class EvaluateEnvArgs(frame.EvaluationArgs, RemoteArgs):
     """Text environment: dangerous_taxi, auto_explore, alfworld, or `package.module:Class`."""
     env_options: list[str] = flag([], split=pairs, check=check_option)
     """Options of the environment as name=value."""
-    experiment_dir: list[str] = flag([], split=paths, check=check_model_exists)
+    model_name: list[str] = flag([])
     """Experiment dirs or checkpoints of the agents; none evaluates the oracle and random commands only."""
     reflect_experiment_dir: list[str] = flag([], split=paths, check=check_reflector)
     """Reflector of each experiment in turn, `none` for none; by default the reflector of its training."""
@@ -86,11 +86,11 @@ class EvaluateEnvArgs(frame.EvaluationArgs, RemoteArgs):
     """Sample the replies of that model; when false take the most likely tokens."""
 
     def _check(self) -> None:
-        if self.reflect_experiment_dir and len(self.reflect_experiment_dir) != len(self.experiment_dir):
-            raise ValueError("--reflect_experiment_dir needs one entry per --experiment_dir, `none` for no reflector")
+        if self.reflect_experiment_dir and len(self.reflect_experiment_dir) != len(self.model_name):
+            raise ValueError("--reflect_experiment_dir needs one entry per --model_name, `none` for no reflector")
         if bool(self.base_url) != bool(self.agent_model):
             raise ValueError("--base_url and --agent_model are required together: an address, and a model's name there")
-        check_results(self.experiment_dir, self.results_name)
+        check_results(self.model_name, self.results_name)
 
     @property
     def results_name(self) -> str:
@@ -119,7 +119,7 @@ def run(args: EvaluateEnvArgs) -> list[dict[str, Any]]:
         return row, episodes
 
     rows = [evaluate("oracle", oracle_agent, oracle_agent)[0], evaluate("random", random_agent, None)[0]]
-    for number, name in enumerate(args.experiment_dir):
+    for number, name in enumerate(args.model_name):
         row, episodes = evaluate(short_name(name), *model_agents(args, number, envs[0], device))
         rows.append(row)
         records = [{"start": e.start, "success": e.success, "cost": e.cost, "story": e.story()} for e in episodes]
@@ -164,9 +164,9 @@ def episode_results(episodes: Sequence[Episode], levels: Sequence[str], prefix: 
 # ----------------------------------------------------------------------------------------------------------- agents
 def model_agents(args: EvaluateEnvArgs, number: int, env: Any, device: torch.device) -> tuple[ModelAgent, ModelAgent]:
     """An experiment's sampling and greedy agents, with the reflector of its training or of the flag."""
-    name, given, slots = args.experiment_dir[number], args.reflect_experiment_dir, args.rollout_mini_batch_size
+    name, given, slots = args.model_name[number], args.reflect_experiment_dir, args.rollout_mini_batch_size
     reflector_dir = given[number] if given else locate(name, "reflect_experiment_dir")
-    tokenizer = load_tokenizer(None, resolve(name, "--experiment_dir"))
+    tokenizer = load_tokenizer(None, resolve(name, "--model_name"))
     policy = frame.load_frozen(name, tokenizer, device)
     sampled = acting_args(name, read_options(args.acting))
     loaded = None if reflector_dir in (None, "none") else load_reflector(reflector_dir, sampled, slots, device)

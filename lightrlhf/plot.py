@@ -42,7 +42,7 @@ def check_picture(name: str, flag: str) -> None:
 class PlotArgs(Args):
     """Draw the curves of one or more runs."""
 
-    experiment_dir: list[str] = flag([], split=paths)
+    experiment_dir: list[str] = flag([], split=paths, positional=True)
     """Experiment dirs."""
     responses_file: list[str] = flag([], split=paths)
     """Files of `lightrlhf.generate` with rewards, to draw by temperature and best of n."""

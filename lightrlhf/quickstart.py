@@ -122,8 +122,8 @@ def run(args: QuickstartArgs) -> None:
     rm_dir = call(rm, **common, sft_experiment_dir=sft_dir, **RM, **few_steps)
     ppo_dir = call(ppo, **common, sft_experiment_dir=sft_dir, rm_experiment_dir=rm_dir, **PPO, **few_steps)
 
-    pairs = call(evaluate, **where, experiment_dir=rm_dir)[0]
-    models = where | {"experiment_dir": [sft_dir, ppo_dir], "use_pretrained": True, "rm_experiment_dir": rm_dir}
+    pairs = call(evaluate, **where, model_name=rm_dir)[0]
+    models = where | {"model_name": [sft_dir, ppo_dir], "use_pretrained": True, "rm_experiment_dir": rm_dir}
     rows = call(evaluate, **models, max_new_tokens=96)
     picture = Path(args.output_dir) / "quickstart.png"
     draw(picture, sft_dir, rm_dir, ppo_dir, rows)
@@ -140,9 +140,9 @@ def run(args: QuickstartArgs) -> None:
 
 NEXT = """
 Next:
-{activate}  python -m lightrlhf.demo --experiment_dir {sft_dir} {ppo_dir} --max_new_tokens 96
+{activate}  python -m lightrlhf.demo --model_name {sft_dir} {ppo_dir} --max_new_tokens 96
   python -m lightrlhf.plot --experiment_dir {ppo_dir}
-  python -m lightrlhf.evaluate --experiment_dir {sft_dir} {ppo_dir} --rm_experiment_dir {rm_dir} --temperature 0.7
+  python -m lightrlhf.evaluate --model_name {sft_dir} {ppo_dir} --rm_experiment_dir {rm_dir} --temperature 0.7
   python -m datasets_prep.cafe.prepare_data --help      the data of this task, in other sizes and with other noise
   howto/add_a_dataset.md                                your own data
 """

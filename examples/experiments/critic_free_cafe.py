@@ -133,7 +133,7 @@ def run_seed(folder: Path, method: str, seed: int, rate: float, smoke: bool) -> 
     by_step = {int(path.name.partition("-")[2]): str(path) for path in checkpoints(Path(experiment))}
     own = folder / f"seed-{seed}"
     _, start, reward = prepared(own, seed, smoke)
-    models = {"experiment_dir": [start, *(by_step[step] for step in steps)], "reference_dir": start}
+    models = {"model_name": [start, *(by_step[step] for step in steps)], "reference_dir": start}
     models["rm_experiment_dir"] = reward
     flags = {"max_new_tokens": 96, "rollout_mini_batch_size": 128, "num_samples": 8 if smoke else None}
     tested = logged(own / "output.txt", evaluate, **models, **flags, accelerator="cpu")

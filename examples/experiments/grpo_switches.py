@@ -251,7 +251,7 @@ def answer_tests(own: Path, experiment: str, reference: str) -> dict[str, Any]:
     """Answer the test prompts; returns means, and leaves the answers in the experiment dir."""
     flags = {"reference_dir": reference, "data_dir": own / "data", "max_new_tokens": GRPO["max_new_tokens"]}
     flags |= {"rollout_mini_batch_size": 256, "accelerator": "cpu"}
-    (row,) = logged(own / "output.txt", evaluate, experiment_dir=experiment, **flags)
+    (row,) = logged(own / "output.txt", evaluate, model_name=experiment, **flags)
     return row
 
 

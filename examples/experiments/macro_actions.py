@@ -266,7 +266,7 @@ def run_cafe(folder: Path, data: str, start: str, reward: str, arm: str, seed: i
     began = now()
     experiment = run(ppo, **where, **models, **flags)
     row = {"setting": "cafe", "arm": arm, "seed": seed} | ended(began, flags)
-    (tested,) = run(evaluate, experiment_dir=experiment, reference_dir=start, max_new_tokens=96, accelerator="cpu")
+    (tested,) = run(evaluate, model_name=experiment, reference_dir=start, max_new_tokens=96, accelerator="cpu")
     curve = [step["objective/score"] for step in read_metrics(experiment)]
     return row | {"gold": tested["gold"], "kl": tested["kl"], "length": tested["mean_length"], "curve": curve}
 

@@ -123,7 +123,7 @@ def run_seed(folder: Path, seed: int, smoke: bool) -> list[Row]:
         "online DPO": run(online_dpo, "rlhf-online-dpo", **models, **online),
     }
     flags = {"rm_experiment_dir": reward, "max_new_tokens": 96, "num_samples": 8 if smoke else None}
-    tested = call(evaluate, experiment_dir=[start, *trained.values()], **flags)
+    tested = call(evaluate, model_name=[start, *trained.values()], **flags)
     queries, rows = reward_queries(trained), []
     for arm, experiment, measures in zip(ARMS, (start, *trained.values()), tested):
         del measures["model"]  # a path of this machine

@@ -190,14 +190,14 @@ def run_of(folder: Path) -> str:
 def read_rewards(runs: Path, args: RealDialoguesArgs, run: str, data: str) -> Row:
     """Accuracy of a reward model on the test pairs, with its interval for the one run."""
     few = {"num_samples": 4 if args.smoke else None, "rollout_mini_batch_size": 4}
-    (result,) = logged(runs / "output.txt", evaluate, experiment_dir=[run], data_dir=data, accelerator="cpu", **few)
+    (result,) = logged(runs / "output.txt", evaluate, model_name=[run], data_dir=data, accelerator="cpu", **few)
     return {name: result[name] for name in ("accuracy", "accuracy_interval", "loss")}
 
 
 def read_perplexity(runs: Path, args: RealDialoguesArgs, run: str, data: str) -> Row:
     """Perplexity of the test responses under a policy and under the model that it began as."""
     few = {"num_samples": 4 if args.smoke else NUM_PROMPTS, "rollout_mini_batch_size": 4, "max_new_tokens": 1}
-    where = {"data_dir": data, "accelerator": "cpu", "experiment_dir": [resolve(args.model_name), run]}
+    where = {"data_dir": data, "accelerator": "cpu", "model_name": [resolve(args.model_name), run]}
     before, after = logged(runs / "output.txt", evaluate, **where, **few)
     return {"perplexity": after["perplexity"], "perplexity_before": before["perplexity"]}
 
@@ -211,7 +211,7 @@ def read_wins(runs: Path, args: RealDialoguesArgs, run: str, data: str) -> Row:
     names = ("win_rate", "length_controlled_win_rate", "length_controlled_win_rate_interval")
     few = {"num_samples": 4 if args.smoke else NUM_PROMPTS // 2, "max_new_tokens": LONGEST}
     where = {"data_dir": data, "accelerator": "cpu", "rollout_mini_batch_size": 16, "reference_dir": start}
-    (found,) = logged(runs / "output.txt", evaluate, experiment_dir=[run], **where, **few)
+    (found,) = logged(runs / "output.txt", evaluate, model_name=[run], **where, **few)
     row = {name: result[name] for name in names} | {"kl": found["kl"], "length": found["mean_length"]}
     return row | ({"implicit_accuracy": found["implicit_accuracy"]} if "implicit_accuracy" in found else {})
 

@@ -222,7 +222,7 @@ def measures(work: Path, args: RealReasoningArgs, policy: str, base: str, data: 
     texts = Counter(text for row in drawn for text in row["responses"])
     found |= {"length": mean_length(drawn), "commonest": max(texts.values()) / sum(texts.values())}
     few = {"num_samples": 4 if args.smoke else NUM_KL, "max_new_tokens": SHAPE.longest, "rollout_mini_batch_size": 32}
-    models = {"experiment_dir": [policy], "reference_dir": base, "data_dir": data, "accelerator": "cpu"}
+    models = {"model_name": [policy], "reference_dir": base, "data_dir": data, "accelerator": "cpu"}
     (result,) = logged(work / "output.txt", evaluate, **models, **few)
     return found | {"kl": result["kl"]}
 

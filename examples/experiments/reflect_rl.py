@@ -323,7 +323,7 @@ def run_arm(own: Path, task: Task, base: str | None, seed: int, name: str, smoke
     tested = []
     for step, model in models.items():
         flags = task.env | task.evaluation | ({"num_samples": 1, "eval_reps": 1} if smoke else {})
-        where = {"experiment_dir": model, "reflect_experiment_dir": reflector, "accelerator": "cpu"}
+        where = {"model_name": model, "reflect_experiment_dir": reflector, "accelerator": "cpu"}
         tested.append({"iterations": step} | run(evaluate, **where, **flags)[2])
     print(
         f"({seconds['seconds']:.0f} s) seed {seed}, {name}: {[round(row['success'], 3) for row in tested]}", flush=True

@@ -286,7 +286,7 @@ def run_job(job: Job, folder: Path) -> Row:
     seconds = spent(began)
     sizes = {"num_turns": settings["turns"], "max_new_tokens": settings["refuel"]["max_new_tokens"]}
     sizes |= {"rollout_mini_batch_size": 256, "accelerator": "cpu"}
-    (tested,) = run(evaluate, by_turn=True, experiment_dir=policy, **common, **sizes)
+    (tested,) = run(evaluate, by_turn=True, model_name=policy, **common, **sizes)
     row = {"task": task, "seed": seed, "arm": arm, "scores": tested["score_by_turn"]}
     return row | seconds | made_by()
 

@@ -187,7 +187,7 @@ def run_arm(folder: Path, arm: str, method: str, seed: int, where: dict[str, Any
     experiment = logged(folder / "output.txt", program, **flags, **COMMON, **own_flags, **where)
     last = str(checkpoints(Path(experiment))[-1])
     few = {"max_new_tokens": 96, "rollout_mini_batch_size": 128, "num_samples": 8 if smoke else None}
-    models = {"experiment_dir": [last], "reference_dir": start, "rm_experiment_dir": reward}
+    models = {"model_name": [last], "reference_dir": start, "rm_experiment_dir": reward}
     (result,) = logged(folder / "output.txt", evaluate, **models, **few, accelerator="cpu")
     rows = [row for row in read_metrics(experiment) if "time/update" in row]
     phases = ("rollout", "score", "resample", "update")

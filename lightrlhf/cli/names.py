@@ -9,8 +9,12 @@ names a program or no flag.
 from __future__ import annotations
 
 import re
+from collections.abc import Container
 
-ALIASES = {"--model_name_or_path": "--model_name"}  # accepted in place of ours
+ALIASES = {  # accepted in place of ours
+    "--model_name_or_path": "--model_name",
+    "--experiment_dir": "--model_name",  # a run is named as any model is; not where a new run is made
+}
 PACKED = "texts are packed wherever that makes a pass cheaper"
 READ = "head and size are read from the model"
 STAGES = '--stages, such as --stages "pickup/1; pickup; dropoff+full"'
@@ -36,7 +40,11 @@ ANSWERS: dict[str, tuple[str, ...]] = {
     "kl_coef": ("--init_kl_coeff", "--beta", "use lightrlhf.online_refuel, with --init_kl_coeff"),
     "cliprange": ("--clip_coeff",),
     "max_grad_norm": ("--gradient_clip_val",),
-    "checkpoint": ("--experiment_dir", "--resume_from"),
+    "checkpoint": ("--resume_from, to go on with a run, or --model_name, to start from a model", "--model_name"),
+    "experiment_dir": (
+        "--output_dir or --log_dir for a new run; a run to start from is given by --sft_experiment_dir",
+        "--output_dir or --log_dir for a new run; a model to start from is given by --model_name",
+    ),
     "reward_model_path": ("--rm_experiment_dir",),
     "bf16": ("--precision bf16-mixed",),
     "packing": (PACKED,),
@@ -118,7 +126,7 @@ ANSWERS: dict[str, tuple[str, ...]] = {
     "entropy_coef": ("--entropy_coeff",),
     "runs": ("--num_samples",),
     "scenario": ("--env",),
-    "load_dir": ("--sft_experiment_dir", "--experiment_dir"),
+    "load_dir": ("--sft_experiment_dir", "--model_name"),
     "reflect_load_dir": ("--reflect_experiment_dir",),
     "use_8bit": ("--load_in_8bit",),
     "use_4bit": ("--load_in_4bit",),
@@ -156,6 +164,13 @@ VALUES = {
     "--loss_type kto": "use lightrlhf.kto --loss_type kto",
     "--loss_type bco": "use lightrlhf.kto --loss_type bco",
 }
+
+
+def expand_alias(flag: str, flags: Container[str]) -> str:
+    """Our name, `--name`, of a flag in a program with these flags."""
+    ours = ALIASES.get(flag, flag)
+    is_new = flag == "--experiment_dir" and "log_dir" in flags
+    return flag if flag[2:] in flags or ours[2:] not in flags or is_new else ours
 
 
 def not_one_of(name: str, value: object, choices: str) -> str:

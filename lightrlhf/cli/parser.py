@@ -12,6 +12,7 @@ import dataclasses
 import json
 import re
 import sys
+from collections.abc import Container
 from importlib.util import find_spec
 from pathlib import Path
 from types import NoneType
@@ -21,7 +22,7 @@ from lightrlhf.cli.errors import UsageError, first_line
 from lightrlhf.cli.fields import Flag, declared_flags
 from lightrlhf.cli.help import help_text
 from lightrlhf.cli.lists import join_lists, names
-from lightrlhf.cli.names import ALIASES, not_one_of
+from lightrlhf.cli.names import expand_alias, not_one_of
 from lightrlhf.cli.stored_flags import FLOAT, LONG, WHOLE, checked_flags, config_as_json, flags_of, hint
 from lightrlhf.cli.values import options_of
 
@@ -82,7 +83,7 @@ def _words(args_class: type, typed: list[str]) -> list[str]:
     first = next((name for name, one in flags.items() if one.options.get("positional")), None)
     if first and typed and not typed[0].startswith("-"):
         typed = [f"--{first}={typed[0]}", *typed[1:]]
-    words = with_bare_booleans(args_class, [_expand_alias(word) for word in typed])
+    words = with_bare_booleans(args_class, [_expanded(word, flags) for word in typed])
     lists = {name: one for name, one in flags.items() if any(get_origin(kind) is list for kind in options_of(one.hint))}
     words = join_lists(words, {f"--{name}": one.options.get("split", names) for name, one in lists.items()})
     words = [config_as_json(args_class, word, before) for before, word in zip(["", *words], words)]
@@ -149,9 +150,9 @@ def _module_name(args_class: type) -> str:
     return spec.name if spec else args_class.__module__
 
 
-def _expand_alias(word: str) -> str:
+def _expanded(word: str, flags: Container[str]) -> str:
     flag, equals, value = word.partition("=")
-    return ALIASES.get(flag, flag) + equals + value
+    return expand_alias(flag, flags) + equals + value
 
 
 def _flag_value(words: list[str], flag: str) -> str | None:

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.cli.groups.evaluation import best_metric
-from lightrlhf.cli.names import ALIASES
+from lightrlhf.cli.names import expand_alias
 from lightrlhf.cli.parser import parse
 from lightrlhf.cli.stored_flags import nearest, read_config
 from lightrlhf.programs import TRAINING
@@ -165,7 +165,7 @@ def _flags(stored: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def _own_name(flag: Any) -> str:
     """The name of a flag that has an alias; any other as it is."""
-    return ALIASES.get(f"--{flag}", f"--{flag}").removeprefix("--")
+    return expand_alias(f"--{flag}", ("model_name", "log_dir")).removeprefix("--")  # in a program that trains
 
 
 def _grid(swept: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

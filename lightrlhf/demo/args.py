@@ -33,10 +33,8 @@ def check_password(path: str, flag: str) -> None:
 class DemoArgs(DecodingArgs, SealArgs):
     """Chat with trained models in the browser, compare them and collect votes."""
 
-    experiment_dir: list[str] = flag([], split=paths, check=check_model_exists)
-    """Experiment dirs, checkpoints or model folders to load; the models they started from are available too."""
-    model_name: str | None = None
-    """One model to talk to, without a run: hub id, folder, GGUF file or `package:NAME`; not with `experiment_dir`."""
+    model_name: list[str] = flag([], split=paths, required="a model", show="first", positional=True)
+    """Experiment dirs, checkpoints, folders, hub names or GGUF files of models; also those that they started from."""
     rm_experiment_dir: str | None = flag(None, check=check_folder)
     """Reward model that scores answers; by default the one that an experiment was trained with."""
     reference_dir: str | None = flag(None, check=check_model_exists)
@@ -69,18 +67,11 @@ class DemoArgs(DecodingArgs, SealArgs):
     """Seed of sampling, of the order of pairs and of the order of the two answers."""
 
     def _check(self) -> None:
-        if bool(self.experiment_dir) == bool(self.model_name):
-            raise ValueError("either --experiment_dir (at least one run) or --model_name (one model) is required")
         if self.host not in LOCAL_HOSTS and self.password_file is None:
             raise ValueError(
                 f"--host {self.host} makes the demo accessible to others; add --password_file, or use 127.0.0.1"
             )
         check_package("the demo", "gradio")
-
-    @property
-    def models(self) -> list[str]:
-        """What to load: experiment dirs, or the one model."""
-        return self.experiment_dir or [str(self.model_name)]
 
 
 def read_password(file: str) -> str:

@@ -107,11 +107,10 @@ class ModelCache:
         self.loaded: OrderedDict[str, LoadedModel] = OrderedDict()  # by path, least recently used first
         for folder in folders:
             if Path(folder).is_dir() and (reason := why_no_model(Path(folder))):
-                raise UsageError(f"--experiment_dir {folder} {reason}")
+                raise UsageError(f"--model_name {folder} {reason}")
             if stored_arg(folder, "program") == "rm":
                 raise UsageError(
-                    f"--experiment_dir {folder} is a reward model, which generates no text; "
-                    "pass it as --rm_experiment_dir"
+                    f"--model_name {folder} is a reward model, which generates no text; pass it as --rm_experiment_dir"
                 )
 
     def labels(self) -> list[str]:

@@ -1,7 +1,7 @@
 """Demo: a Gradio app to chat with trained models, compare them, and collect votes to train the next reward model on.
 
-    python -m lightrlhf.demo --experiment_dir SFT PPO
-    python -m lightrlhf.demo --model_name FOLDER_OR_HUB_ID
+    python -m lightrlhf.demo SFT PPO
+    python -m lightrlhf.demo FOLDER_OR_HUB_ID
 
 Chat: any checkpoint, streaming, with the reward of each answer, its KL to the model that training started from, and
 its tokens coloured by log-ratio. Side by side: one prompt to two to four models. Compare blind: two anonymous answers;

@@ -53,7 +53,7 @@ def runs_tab(gr: Any, backend: DemoBackend, tab: Any) -> None:
     """Builds the tab; opening it or pressing Reload reads the files again."""
     safe = functools.partial(errors_to_toast, gr)
     names = list(backend.runs())
-    policies = [name for name, folder in backend.runs().items() if folder in backend.args.experiment_dir]
+    policies = [name for name, folder in backend.runs().items() if folder in backend.args.model_name]
     (chosen, by_settings, metric, axis, smoothing), follow, reload = chart_inputs(gr, names)
     warnings = gr.HTML(apply_default_css=False)
     with gr.Row():

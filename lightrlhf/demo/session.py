@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from lightrlhf.cli.errors import UsageError
+from lightrlhf.cli.fields import check_args
 from lightrlhf.cli.groups import FrozenArgs
 from lightrlhf.data.batch import mix_seed
 from lightrlhf.data.splits import load_prompts
@@ -80,16 +81,19 @@ class DemoBackend:
     @classmethod
     def open(cls, args: DemoArgs) -> DemoBackend:
         """Backend of the flags. Raises: UsageError when an experiment dir has a reward model or is not one."""
+        check_args(args, DemoArgs)
         model_args = FrozenArgs(
             trust_remote_code=args.trust_remote_code,
             load_in_8bit=args.load_in_8bit,
             load_in_4bit=args.load_in_4bit,
         )
         device = find_device(args.accelerator)
-        if args.model_name is not None:
-            resolve(args.model_name)
-        cache = ModelCache(args.models, device, MAX_MODELS, model_args, args.data_dir, args.reference_dir, args.verify)
-        last = args.models[-1]
+        for name in args.model_name:
+            if not Path(name).is_dir():  # a run may be before its first checkpoint
+                resolve(name)
+        places = args.data_dir, args.reference_dir, args.verify
+        cache = ModelCache(args.model_name, device, MAX_MODELS, model_args, *places)
+        last = args.model_name[-1]
         default_file = (experiment_of(last) if stored_arg(last, "program") else Path()) / "votes.jsonl"
         return cls(args, cache, Path(args.votes_file or default_file))
 
@@ -183,7 +187,7 @@ class DemoBackend:
 
     def reward_model(self) -> str | None:
         """`--rm_experiment_dir`, else the last experiment's whose reward model exists."""
-        stored_names = [locate(folder, "rm_experiment_dir") for folder in reversed(self.args.models)]
+        stored_names = [locate(folder, "rm_experiment_dir") for folder in reversed(self.args.model_name)]
         return self.args.rm_experiment_dir or next(
             (name for name in stored_names if name and Path(name).is_dir()), None
         )
@@ -348,7 +352,7 @@ class DemoBackend:
     def runs(self) -> dict[str, str]:
         """Experiment dirs by label, with the reward model's."""
         reward_model = self.reward_model()
-        folders = [*self.args.models, *([reward_model] if reward_model else [])]
+        folders = [*self.args.model_name, *([reward_model] if reward_model else [])]
         return {label: folder for label, folder in labels(folders).items() if (Path(folder) / "args.json").is_file()}
 
 

@@ -36,7 +36,7 @@ OwnArgs = TypeVar("OwnArgs", bound="EvaluationArgs")
 class EvaluationArgs(DryRunArgs):
     """Evaluation."""
 
-    experiment_dir: list[str] = flag([], split=paths, check=check_model_exists, show="first")
+    model_name: list[str] = flag([], split=paths, check=check_model_exists, show="first", positional=True)
     """Experiment dirs or checkpoints of the models."""
     split: Literal["train", "validation", "test"] = "test"
     """Split to evaluate on."""
@@ -62,15 +62,15 @@ class PolicyEvaluationArgs(EvaluationArgs, DecodingArgs, SealArgs):
     @property
     def model_names(self) -> list[str]:
         """The models in the order of the table. Raises: UsageError when the first began from no pretrained one."""
-        first = [pretrained_model(self.experiment_dir[0])] if self.use_pretrained else []
-        return first + self.experiment_dir
+        first = [pretrained_model(self.model_name[0])] if self.use_pretrained else []
+        return first + self.model_name
 
     @property
     def data_folder(self) -> str:
         """Folder of the splits. Raises: UsageError when neither a flag nor the first experiment names it."""
-        folder = self.data_dir or data_dir_of(self.experiment_dir[0])
+        folder = self.data_dir or data_dir_of(self.model_name[0])
         if folder is None:
-            raise UsageError(f"--data_dir is required: {self.experiment_dir[0]} has no args.json that names its data")
+            raise UsageError(f"--data_dir is required: {self.model_name[0]} has no args.json that names its data")
         return folder
 
 
@@ -80,7 +80,7 @@ def first_rows(args: OwnArgs, size: int) -> OwnArgs:
 
 
 def load_frozen(
-    name: str, tokenizer: PreTrainedTokenizerBase, device: torch.device, flag: str = "--experiment_dir"
+    name: str, tokenizer: PreTrainedTokenizerBase, device: torch.device, flag: str = "--model_name"
 ) -> Policy:
     """A language model that is not trained. Raises: UsageError naming `flag`."""
     return load_policy(name, FrozenArgs(), tokenizer, flag).requires_grad_(False).eval().to(device)

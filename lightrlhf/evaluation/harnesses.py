@@ -81,14 +81,12 @@ class HarnessArgs(PolicyEvaluationArgs):
                 f"--harness_questions {self.harness_questions}: --harness {self.harness} is a task of the held-out "
                 "split; leave it out"
             )
-        if self.harness_dir is not None and len(self.experiment_dir) > 1:
-            raise ValueError(f"--harness_dir {self.harness_dir} is for one --experiment_dir; leave it out")
-        for name in self.experiment_dir:
+        if self.harness_dir is not None and len(self.model_name) > 1:
+            raise ValueError(f"--harness_dir {self.harness_dir} is for one --model_name; leave it out")
+        for name in self.model_name:
             if self.harness_dir is None and not is_experiment_dir(name):
                 raise ValueError(f"--harness {self.harness}: {name} is no experiment dir; name a --harness_dir")
-            check_output(
-                harness_folder(self, name) / "any", "--harness_dir" if self.harness_dir else "--experiment_dir"
-            )
+            check_output(harness_folder(self, name) / "any", "--harness_dir" if self.harness_dir else "--model_name")
 
 
 def harness_folder(args: HarnessArgs, name: str) -> Path:
@@ -104,14 +102,14 @@ def write_for(args: HarnessArgs, harness: str, data_dir: str, device: torch.devi
     """
     questions = read_questions(args.harness_questions, harness) if args.harness_questions else []
     rows = []
-    for name in args.experiment_dir:
-        source = resolve(name, "--experiment_dir")
+    for name in args.model_name:
+        source = resolve(name, "--model_name")
         check_kind(harness, name, holds_reward_model(source))
         tokenizer = load_tokenizer(data_dir, name, verify=args.verify)
         if harness == "rewardbench":
-            model: Any = load_scalar(source, FrozenArgs(), tokenizer, args.seed, "--experiment_dir")
+            model: Any = load_scalar(source, FrozenArgs(), tokenizer, args.seed, "--model_name")
         else:
-            model = load_policy(name, FrozenArgs(), tokenizer, "--experiment_dir")
+            model = load_policy(name, FrozenArgs(), tokenizer, "--model_name")
         folder = harness_folder(args, name)
         with writing(folder):
             make_folder(folder)

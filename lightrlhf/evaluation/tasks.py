@@ -296,7 +296,7 @@ def weights(subject: Subject) -> dict[str, str]:
     """Where a harness finds the model: `pretrained`, `peft` for an adapter, and the data's `tokenizer`."""
     found = {"pretrained": subject.source}
     if Path(subject.source, ADAPTER_CONFIG).is_file():
-        found = {"pretrained": str(base_name(subject.source, "--experiment_dir")), "peft": subject.source}
+        found = {"pretrained": str(base_name(subject.source, "--model_name")), "peft": subject.source}
     tokenizer = Path(subject.data_dir, "tokenizer")
     return found | ({"tokenizer": str(tokenizer.resolve())} if tokenizer.is_dir() else {})
 

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 class EngineArgs(DecodingArgs, RemoteArgs, ServerArgs):
     """Model and engine."""
 
-    model_name: str
+    model_name: str = flag(show="first", positional=True)
     """Experiment dir, checkpoint, folder or hub name of the model; the model's name at the server for `openai`."""
     trust_remote_code: bool = flag(False, show="rarely")
     """Let a model run the code of its own repository."""

@@ -102,7 +102,7 @@ def check_hub(name: str, flag: str) -> None:
 
     try:
         cached = [try_to_load_from_cache(name, file) for file in ("config.json", lora.ADAPTER_CONFIG)]
-        if constants.HF_HUB_OFFLINE or any(isinstance(path, str) for path in cached):
+        if any(isinstance(path, str) for path in cached):
             return
         HfApi().model_info(name, timeout=HUB_PATIENCE)
     except HfHubHTTPError as problem:
@@ -111,7 +111,8 @@ def check_hub(name: str, flag: str) -> None:
     except HFValidationError:
         raise UsageError(f"{flag} {name} is neither a folder here nor a name of the hub") from None
     except Exception:  # of the hub's HTTP library, which depends on its version
-        raise UsageError(f"{flag} {name} is not a folder here, and the hub cannot be reached") from None
+        why = ", for HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else ""
+        raise UsageError(f"{flag} {name} is not a folder here, and the hub cannot be reached{why}") from None
 
 
 def base_name(source: str, flag: str) -> str | None:

@@ -29,6 +29,7 @@ from lightrlhf.training.dry_run import texts_of_sample
 from lightrlhf.training.iterated_dir import IteratedArgs
 from lightrlhf.training.memory import peak_memory
 from lightrlhf.training.metric_log import call_on_step
+from lightrlhf.training.next_steps import print_next
 from lightrlhf.training.rollout_log import write_iteration
 from lightrlhf.training.run import Metrics, OnStep
 from lightrlhf.training.signals import StopSignals
@@ -232,7 +233,8 @@ class Iterated(Generic[Args]):
         memory = peak_memory(find_device(args.accelerator)) if args.devices == 1 else 0.0  # else of other processes
         names = dict.fromkeys(name for row in rows for name in row if name != "step")
         print_summary("policies of the iterations", self.directory, rows, memory, names)
-        print(f"finished in {time.perf_counter() - self._started:.0f} s: {self.directory}")
+        print(f"finished in {time.perf_counter() - self._started:.0f} s: {self.directory}", flush=True)
+        print_next(self.program, self.directory)
         if args.push_to_hub and done:
             policy = checkpoints(self.directory)[-1].resolve()
             upload(policy, args.push_to_hub)

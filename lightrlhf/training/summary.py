@@ -20,6 +20,7 @@ from lightrlhf.storage.checkpoint import BEST, checkpoints
 from lightrlhf.storage.results import print_table, usual_metrics
 from lightrlhf.storage.run_dir import is_stage, read_logged
 from lightrlhf.training.best import Best
+from lightrlhf.training.next_steps import print_next
 from lightrlhf.training.order import Order
 from lightrlhf.training.progress import Progress
 
@@ -78,13 +79,18 @@ def planned_results(args: TrainArgs, place: Path) -> str:
 
 
 def print_end(program: str, directory: Path, best: Best, memory: float, seconds: float) -> None:
-    """Print what a run that has ended gave; of an iteration's training without the table. See `print_summary`."""
+    """Print what a run that has ended gave, and what to type next; of an iteration's training neither table nor that.
+
+    See `print_summary`.
+    """
     if not is_stage(directory):
         print_summary(f"lightrlhf.{program}", directory, read_logged(directory / "metrics.jsonl") or [], memory)
     if best.step is not None:
         link = directory / BEST
         print(f"{best}: {link if link.exists() else 'its checkpoint was deleted'}")
     print(f"finished in {seconds:.0f} s: {directory}", flush=True)
+    if not is_stage(directory):
+        print_next(program, directory)
 
 
 def describe_model(args: TrainArgs, given: Iterable[str], sizes: Mapping[str, tuple[int, int]]) -> str:

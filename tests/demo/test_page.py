@@ -93,7 +93,7 @@ def guarded(backend, tmp_path):
     import httpx
 
     (tmp_path / "secret").write_text("sésame\n")
-    flags = ["--experiment_dir", *backend.args.experiment_dir, "--password_file", str(tmp_path / "secret")]
+    flags = ["--model_name", *backend.args.model_name, "--password_file", str(tmp_path / "secret")]
     args = parse(DemoArgs, [*flags, "--port", str(free_port()), "--accelerator", "cpu"])
     app = build(backend)
     serve(app, args)

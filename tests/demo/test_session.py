@@ -112,9 +112,8 @@ def test_a_model_without_a_run_is_served_alone(base_model, tmp_path, tokenizer):
     (label,) = backend.cache.labels()
     assert backend.runs() == {} and backend.votes_file.name == "votes.jsonl"
     assert say(backend, "A tea.", label=label)[-1]["answer"].ids
-    for flags in ([], ["--model_name", "x", "--experiment_dir", str(base_model)]):
-        with pytest.raises(SystemExit):
-            parse(DemoArgs, flags)
+    with error_naming(UsageError, "--model_name"):
+        DemoBackend.open(parse(DemoArgs, []))
     with error_naming(UsageError, "--model_name", "none"):
         DemoBackend.open(parse(DemoArgs, ["--model_name", str(tmp_path / "none"), "--accelerator", "cpu"]))
 
@@ -162,7 +161,7 @@ def test_side_by_side_ends_with_scores(backend):
 
 # ----------------------------------------------------------------------------------------------------- compare blind
 def test_raters_see_the_same_pairs_in_random_order_and_vote_once(backend):
-    shared = open_backend(*backend.args.experiment_dir, "--overlap", "1", "--votes_file", str(backend.votes_file))
+    shared = open_backend(*backend.args.model_name, "--overlap", "1", "--votes_file", str(backend.votes_file))
     order = set()
     for number in range(6):
         pair = shared.next_pair(SFT, PPO, "ada")
@@ -189,7 +188,7 @@ def test_a_pair_needs_a_rater_and_two_models_and_pairs_run_out(backend):
     for one, other, rater, fact in ((SFT, PPO, " ", "name"), (SFT, SFT, "ada", "two")):
         with error_naming(UsageError, fact):
             backend.next_pair(one, other, rater)
-    backend = open_backend(*backend.args.experiment_dir, "--split", "test", "--votes_file", str(backend.votes_file))
+    backend = open_backend(*backend.args.model_name, "--split", "test", "--votes_file", str(backend.votes_file))
     for _ in range(12):
         backend.vote(backend.next_pair(SFT, PPO, "ada"), "skip", "")
     with error_naming(UsageError, "pair"):

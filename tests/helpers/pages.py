@@ -57,15 +57,19 @@ def programs() -> list[str]:
     return sorted([*names, "datasets_prep.train_tokenizer", "datasets_prep.text_envs.make_tasks"])
 
 
+OF_RUNS = ("evaluate", "evaluate_env", "evaluate_dialogues", "demo")  # programs that look at models before all else
+
+
 def parse_flags(module: str, flags: list[str], folder: Path) -> object:
     """Parse flags as the program does; every `--…_dir` and `--responses_file` is made in `folder`, without content."""
     from lightrlhf.cli.hub import is_gguf
     from lightrlhf.cli.parser import parse
 
     for flag, value in flags_with_values(flags):
-        if flag.endswith("_dir") and flag != "destination_dir" and not is_gguf(value):
+        is_run = flag == "model_name" and module.rpartition(".")[2] in OF_RUNS
+        if (is_run or flag.endswith("_dir")) and flag != "destination_dir" and not is_gguf(value):
             (folder / value).mkdir(parents=True, exist_ok=True)
-            if flag == "experiment_dir" and not any((folder / value).iterdir()):
+            if (is_run or flag.endswith("experiment_dir")) and not any((folder / value).iterdir()):
                 (folder / value / "config.json").write_text("{}")  # a model, for programs that look at what it is
         if flag == "responses_file":
             (folder / value).parent.mkdir(parents=True, exist_ok=True)

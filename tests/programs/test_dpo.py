@@ -403,7 +403,7 @@ def test_what_evaluation_takes_as_reference(dpo_dir, sft_dir, tmp_path):
         args = json.loads((folder / "args.json").read_text()) | stored
         (folder / "args.json").write_text(json.dumps(args))
         reseal(folder)
-        given = evaluate.EvaluateArgs(experiment_dir=[str(folder)], **dict(zip(flags[::2], flags[1::2])))
+        given = evaluate.EvaluateArgs(model_name=[str(folder)], **dict(zip(flags[::2], flags[1::2])))
         return evaluate.reference_of(given, str(folder))
 
     assert reference() == (sft_dir, "--reference_dir")

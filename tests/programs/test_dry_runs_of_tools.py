@@ -96,7 +96,7 @@ def test_evaluate_dialogues_and_environments(do, talk_data, sft_dir, tmp_path):
     out = do("lightrlhf.evaluate_dialogues", *flags)
     assert "first record of " in out and "of 2 openings; nothing was written" in out
     model = save_corridor_model(tmp_path / "corridor", 5)
-    out = do("lightrlhf.evaluate_env", "--env", "helpers.corridor:Corridor", "--experiment_dir", model, *CPU)
+    out = do("lightrlhf.evaluate_env", "--env", "helpers.corridor:Corridor", "--model_name", model, *CPU)
     assert "story: " in out and "at most 1 of each level" in " ".join(out.split()) and "nothing was written" in out
 
 

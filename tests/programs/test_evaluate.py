@@ -125,9 +125,9 @@ def test_undefined_results_are_null(tmp_path):
 
 
 def test_names_of_settings_fit_in_names_of_files(tmp_path):
-    flags = {"a": 1, "b": "/some/where", "c": [1], "d": True, "e": "x" * 99, "experiment_dir": ["run"]}
+    flags = {"a": 1, "b": "/some/where", "c": [1], "d": True, "e": "x" * 99, "model_name": ["run"]}
     write_results(tmp_path, "test", {"n": 1}, [], flags)
-    other = {"a": None, "b": "else/where", "c": [1, 2], "d": False, "e": "y", "experiment_dir": ["run", "two"]}
+    other = {"a": None, "b": "else/where", "c": [1, 2], "d": False, "e": "y", "model_name": ["run", "two"]}
     assert write_results(tmp_path, "test", {"n": 2}, [], other) == "test-a=none-b-c-and-3-more"
     assert write_results(tmp_path, "test", {"n": 3}, [], other) == "test-a=none-b-c-and-3-more-2"
     assert write_results(tmp_path, "test", {"n": 2}, [], other) == "test-a=none-b-c-and-3-more"
@@ -358,7 +358,7 @@ def test_a_bad_flag_is_one_line(sft, capsys, flags, named):
 
 
 def test_bad_experiment_dirs_are_one_line(sft, reward_model, base_model, cafe_data, tmp_path, capsys):
-    assert "experiment_dir" in refused(capsys)
+    assert "model_name" in refused(capsys)
     assert "nowhere" in refused(capsys, "--experiment_dir", "nowhere")
     assert "args.json" in refused(capsys, "--experiment_dir", tmp_path, "--data_dir", cafe_data)
     assert "--data_dir" in refused(capsys, "--experiment_dir", base_model)

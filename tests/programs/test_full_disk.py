@@ -91,7 +91,7 @@ def commands(tmp_path_factory, cafe_data, base_model, sft_dir, rm_dir, tokenizer
             ["--responses_file", f"{given}/a.jsonl,{given}/b.jsonl", "--judge", "helpers.rewards:length"]
             + ["--output_file", "{out}/judged.jsonl", *DEVICE],
         ),
-        "evaluate": ("lightrlhf.evaluate", ["--experiment_dir", "{out}/run", *data, *DEVICE]),
+        "evaluate": ("lightrlhf.evaluate", ["--model_name", "{out}/run", *data, *DEVICE]),
         "plot": ("lightrlhf.plot", ["--experiment_dir", "{out}/run"]),
         "cafe": ("datasets_prep.cafe.prepare_data", ["--destination_dir", "{out}/data", *CAFE_SIZES]),
         "generic": (

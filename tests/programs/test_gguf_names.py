@@ -159,7 +159,7 @@ def test_evaluation_reads_it_and_finds_where_a_run_started(here, tuned, cafe_dat
 
 def test_the_demo_offers_it_and_what_a_run_started_from(here, tuned):
     args = parse(DemoArgs, ["--experiment_dir", NAME, str(tuned), "--reference_dir", NAME])
-    cache = ModelCache(args.experiment_dir, torch.device("cpu"), reference_dir=args.reference_dir)
+    cache = ModelCache(args.model_name, torch.device("cpu"), reference_dir=args.reference_dir)
     assert set(choices([NAME, str(tuned)])) == set(cache.labels()) >= {NAME, f"pretrained {NAME}"}
     assert cache.model(NAME).policy is cache.model(f"pretrained {NAME}").policy
 

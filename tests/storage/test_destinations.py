@@ -80,7 +80,7 @@ WRITERS = {
         ["--data_dir", "{data}", "--reward_function", "helpers.rewards:length"],
     ),
     "lightrlhf.export": ("--destination_dir", ["{run}", "--to", "merged"]),
-    "lightrlhf.evaluate": ("--harness_dir", ["--experiment_dir", "{run}", "--harness", "lm_eval"]),
+    "lightrlhf.evaluate": ("--harness_dir", ["--model_name", "{run}", "--harness", "lm_eval"]),
     "lightrlhf.sweep": ("--output_dir", ["{sweep}"]),
     "lightrlhf.quickstart": ("--output_dir", ["--smoke", "True"]),
     "lightrlhf.sft": ("--output_dir", ["--data_dir", "{data}", "--model_name", "tiny"]),
@@ -90,7 +90,7 @@ WRITERS = {
         ["--data_dir", "{data}", "--sft_experiment_dir", "{run}", "--reward_function", "helpers.rewards:length"]
         + ["--iterations", "1", "--prompts_per_iteration", "8", "--mini_batch_size", "4", "--micro_batch_size", "4"],
     ),
-    "lightrlhf.demo": ("--votes_file", ["--experiment_dir", "{run}"]),
+    "lightrlhf.demo": ("--votes_file", ["--model_name", "{run}"]),
     "datasets_prep.cafe.prepare_data": ("--destination_dir", [*CAFE_SIZES]),
     "datasets_prep.generic.prepare_data": ("--destination_dir", GENERIC),
     "datasets_prep.train_tokenizer": ("--destination_dir", ["--dataset_name", "{rows}"]),

@@ -422,7 +422,7 @@ def test_every_program_is_refused_where_another_process_writes_and_readers_are_n
             if name == "sft":
                 for reader, words in {
                     "plot": ("lightrlhf.plot", "--experiment_dir", place),
-                    "evaluate": ("lightrlhf.evaluate", "--experiment_dir", place, "--accelerator", "cpu"),
+                    "evaluate": ("lightrlhf.evaluate", "--model_name", place, "--accelerator", "cpu"),
                     "generate from it": ("lightrlhf.generate", *writers["generate"][1][:2], "--model_name", place)
                     + (*writers["generate"][1][4:-1], place.parent / "read.jsonl"),
                 }.items():

@@ -65,10 +65,8 @@ def test_the_next_stage_and_the_tools_take_it(whole, cafe_data, tmp_path):
     sft_flags = [*flags[:2], "--model_name", name, *flags[4:], "--max_steps", "1", "--learning_rate", "1e-30"]
     assert sft.main([*sft_flags, "--lr_warmup_steps", "0"])
     assert importlib.import_module("lightrlhf.rm").main([*flags, "--max_steps", "1"])
-    (row,) = evaluate.run(EvaluateArgs(experiment_dir=[name], max_new_tokens=2, accelerator="cpu", num_samples=2))
-    (last,) = evaluate.run(
-        EvaluateArgs(experiment_dir=[str(whole)], max_new_tokens=2, accelerator="cpu", num_samples=2)
-    )
+    (row,) = evaluate.run(EvaluateArgs(model_name=[name], max_new_tokens=2, accelerator="cpu", num_samples=2))
+    (last,) = evaluate.run(EvaluateArgs(model_name=[str(whole)], max_new_tokens=2, accelerator="cpu", num_samples=2))
     assert row["perplexity"] > last["perplexity"]
 
 
