@@ -227,7 +227,9 @@ def load_tokenizer(name: str) -> Any:
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
     except Exception as problem:  # hub client, network and tokenizer classes raise errors of their own
-        raise UsageError(f"--tokenizer_name {name}: cannot be loaded ({first_line(problem)})") from None
+        has_files = not Path(name).is_dir() or any(Path(name).glob("*token*"))
+        why = first_line(problem) if has_files else "the folder has no tokenizer.json"
+        raise UsageError(f"--tokenizer_name {name}: cannot be loaded ({why})") from None
     declare_ends(tokenizer, name)
     return tokenizer
 

@@ -40,7 +40,7 @@ LENGTHS = {
     "prompts": ("max_prompt_length",),
     "dialogue": ("max_dialogue_length", "turn_prompt_length", "turn_response_length"),
 }
-REMEDIES = {  # reason for dropping a row: the flag, or what to do about it
+REMEDIES = {  # how the reason for dropping a row begins: the flag, or what to do about it
     "response_too_short": "lower --minimum_response_length",
     "prompt_too_long": "raise --max_prompt_length",
     "no_trained_tokens": "raise --max_length",
@@ -51,6 +51,9 @@ REMEDIES = {  # reason for dropping a row: the flag, or what to do about it
     "same_input": "keep all by --remove_same_inputs False",
     "same_responses": "keep all by --remove_same_responses False",
     "special_token_in_text": "remove the token from the text, or give messages",
+    "template_drops_": "give a --chat_template that writes it, or rows without it",
+    "no_column_": "these are not the columns of this dataset; datasets_prep.generic reads other files",
+    "empty_": "write the text, or leave such rows out",
 }
 Splits = dict[str, dict[str, list[Example]]]
 
@@ -117,7 +120,7 @@ def summarise(
 
 def remedy(args: Any, reason: str, stage: str | None) -> str:
     """What to do about rows dropped for a reason, with the flag's value; "" where the reason says it."""
-    todo = REMEDIES.get(reason, "")
+    todo = next((todo for begin, todo in REMEDIES.items() if reason.startswith(begin)), "")
     if reason == "prompt_too_long" and stage == "dialogue":
         todo = "raise --turn_prompt_length"
     verb, _, name = todo.partition(" --")

@@ -29,6 +29,15 @@ def shares_of(split: str | None) -> list[float]:
     return [share / sum(shares) for share in shares]
 
 
+NEEDED = {  # columns by stage
+    "finetune": "prompt and completion, messages, or text",
+    "preference": "prompt, chosen and rejected",
+    "unpaired": "prompt, completion and label",
+    "prompts": "prompt, or messages",
+    "dialogue": "messages that end with an answer",
+}
+
+
 class Placement:
     """Assigns each row its `Place`.
 
@@ -57,7 +66,8 @@ class Placement:
         possible = self._possible(row)
         stages = possible & self.requested
         if not stages and self.asked != "all":
-            raise BadRow(f"columns_of_no_{self.asked}_row_but_of_{'_or_'.join(sorted(possible))}")
+            found = ", ".join(sorted(possible))
+            raise BadRow(f"columns of {found}, not of {self.asked}, which needs {NEEDED[self.asked]}")
         if row.get("stage"):
             stages &= {row["stage"]}
         elif self.shares and row.get("split") not in ("validation", "test"):  # a set's own serve every stage whole
