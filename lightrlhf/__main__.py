@@ -47,7 +47,7 @@ def program(word: str) -> Any:
     name = word.lower().replace("-", "_")
     if name not in PROGRAMS:
         if word.startswith("-"):
-            raise UsageError(f"{word} stands behind a program: lightrlhf PROGRAM {word}; lightrlhf --help lists all")
+            raise UsageError(f"{word} must follow a program: lightrlhf PROGRAM {word}; lightrlhf --help lists all")
         nearest = difflib.get_close_matches(name, PROGRAMS, n=1)
         hint = f"did you mean {nearest[0]}?" if nearest else "lightrlhf --help lists all"
         raise UsageError(f"no program {word}; " + (f"use {OTHER_PROGRAMS[name]}" if name in OTHER_PROGRAMS else hint))
@@ -92,7 +92,7 @@ def completion(shell: str) -> str:
 
 
 def script() -> None:
-    """The console script, whose exit status is what this returns: none of a program's results."""
+    """The console script; returns the exit status, not a program's result."""
     sys.path.insert(0, "")  # as `python -m` does: functions of files in this folder can be imported
     main()
 

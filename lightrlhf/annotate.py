@@ -51,7 +51,7 @@ READ = ("prompt", "responses")  # of each row
 
 
 def is_own(folder: Path) -> bool:
-    """Whether a folder has no arguments of another program; a kill may have left this one's without a seal."""
+    """Whether a folder has no other program's arguments; a kill may have left this one's without a seal."""
     try:
         values = json.loads((folder / "args.json").read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
@@ -79,27 +79,27 @@ class AnnotateArgs(RewardArgs, SealArgs, DryRunArgs):
     rm_experiment_dir: str | None = flag(None, check=check_reward_model, required=None)
     """Reward model or pair-preference model: experiment dir, checkpoint, or folder of a classifier."""
     rm_chat_template: bool = False
-    """Show a prompt that is plain text to the reward model as a user message of its chat template."""
+    """Wrap plain-text prompts as user messages of the reward model's chat template."""
     reward_function: list[str] = flag([], required=None)
-    """Python functions `package.module:name` that score, one or several, instead of a reward model or beside it."""
+    """Reward functions `package.module:name`, one or several, instead of a reward model or in addition."""
     trust_remote_code: bool = flag(False, show="rarely")
-    """Let a reward model run the code of its own folder."""
+    """Allow a reward model to run code from its folder."""
     rollout_mini_batch_size: int = at_least(1, 64)
     """Largest number of rows per pass of the reward model."""
     choose_type: Literal["max_random", "max_min", "max_max", "random", "max_min_p"] | None = flag(
         None, needs="output_dir"
     )
-    """Pair of a prompt: the best against a random other, the worst, the second; any two; `max_min` after a penalty."""
+    """How to pair: the best with a random other, the worst or the second; any two; `max_min` after a penalty."""
     length_penalty: float = at_least(0, 0.0, needs={"choose_type": "max_min_p"})
     """Reward subtracted per token of length, for `max_min_p`."""
     output_dir: str | None = flag(None, check=check_folder_of_pairs, needs="choose_type")
-    """Folder that gets `preference_train.pt`, the tokenizer and a report."""
+    """Output folder for `preference_train.pt`, the tokenizer and a report."""
     data_dir: str | None = None
-    """Folder of prepared data whose tokenizer the pairs are written with."""
+    """Folder of prepared data; its tokenizer encodes the pairs."""
     tokenizer_name: str | None = None
     """Tokenizer of the pairs, instead of `data_dir`'s: experiment dir, folder or hub name."""
     validation_percentage: float = at_least(0, 0.0, below=1, remedy="try 0.1")
-    """Share of prompts whose pairs go into `preference_validation.pt`."""
+    """Fraction of prompts held out for `preference_validation.pt`."""
     seed: int = random_seed(42)
     """Seed of random choices and of the validation split."""
     accelerator: str = flag("auto", check=find_device)
@@ -159,13 +159,13 @@ def try_batch(args: AnnotateArgs, rows: list[Row], reward: functions.RewardFunct
         for side in ("chosen", "rejected") if pairs else ():
             ids = pairs[0][f"{side}_input_ids"]
             print(f"{side}: {marked_text(tokenizer, ids, [(pairs[0]['prompt_len'], len(ids))])}")
-        print(f"⟦ and ⟧ stand around what a run would train on; {counted(counts)}\n")
+        print(f"⟦ and ⟧ mark the trained tokens; {counted(counts)}\n")
     results.show_trial(tried[0], len(tried), len(rows), "prompts", seconds, output)
 
 
 # ---------------------------------------------------------------------------------------------------------- rewards
 def make_scorer(args: AnnotateArgs, reward: functions.RewardFunctions | None) -> GroupScorer:
-    """What scores the responses of a prompt."""
+    """The scorer of a prompt's responses."""
     device = find_device(args.accelerator)
     settings = (args, device, args.rollout_mini_batch_size, reward)
     return loading.load_rewards(*settings, wrap_prompts=args.rm_chat_template, grouped=True).of_groups
@@ -183,7 +183,7 @@ def write_rewards(
 
 
 def settings_of(args: AnnotateArgs) -> Row:
-    """Settings that determine the rewards; stored to detect files of other ones."""
+    """Settings that determine the rewards, stored to detect files made with different ones."""
     names = ("rm_chat_template", "rollout_mini_batch_size")
     model = args.rm_experiment_dir and resolve(args.rm_experiment_dir, "--rm_experiment_dir")
     content = hashlib.sha256(Path(args.responses_file).read_bytes()).hexdigest()

@@ -8,8 +8,8 @@ task by task.
 
 A case is suspicious where the right answer is not scored, or is not the best paid; where text without an answer gets,
 for any prompt, more than a tenth of its pay, a wrong or hedged answer more than half on average, or repetition more
-than once alone; and where the function fails. Where the data has no right answers, the four cases that need none are
-tried and their pay is shown, not judged.
+than once alone; and where the function fails. Without right answers in the data, only the four cases that do not
+need one are tried, and their pay is shown, not judged.
 
 Left out: reward models (`lightrlhf.evaluate` has their accuracy), and attacks made for one function.
 """
@@ -49,7 +49,7 @@ EPSILON = 1e-9
 
 
 class Case(NamedTuple):
-    """What is answered instead of the right answer."""
+    """An answer given instead of the right one."""
 
     answer: Callable[[random.Random, Row, str, Sequence[str]], str | None]  # None: there is no such answer
     share: float  # of the right answer's pay above which it is suspicious, on average
@@ -82,7 +82,7 @@ CASES = {
 def check_format(text: str, flag: str) -> None:
     """Raises: ValueError unless a text says once where the answer goes."""
     if text.count("{}") != 1:
-        raise ValueError(f"{flag} {text} must have one {{}}, where the answer goes")
+        raise ValueError(f"{flag} {text} must contain {{}} once, for the answer")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,15 +90,15 @@ class CheckRewardArgs(DataArgs):
     """Score right, wrong and empty answers to the prompts of the data, and report what is paid that should not be."""
 
     reward_function: list[str] = flag(show="first")
-    """Python functions `package.module:name`, each checked by itself."""
+    """Reward functions `package.module:name`, each checked separately."""
     split: Literal["train", "validation", "test"] = "train"
     """Split of the prompts."""
     num_prompts: int = at_least(1, 32)
-    """Prompts to try, of each task where the data has a column `task`."""
+    """Number of prompts to try, per task where the data has a column `task`."""
     answer_format: str = flag("{}", check=check_format)
     """Text of a response, with {} for the answer, such as `<answer>{}</answer>`."""
     reward_timeout: float = positive(10.0)
-    """Seconds a function has for one response."""
+    """Timeout of a function per response, in seconds."""
     output_file: str | None = flag(None, check=check_output)
     """JSON file for the results."""
     seed: int = random_seed(42, show="rarely")
@@ -191,7 +191,7 @@ def check(args: CheckRewardArgs, workers: Workers, rows: Sequence[Row]) -> dict[
 
 
 def outcome(value: Any) -> dict[str, Any]:
-    """A function's result as `score`, None where there is none, and why it failed."""
+    """A function's result as `score` (None if missing), and why it failed."""
     if isinstance(value, Failure):
         return {"score": None, "failure": value.kind, "reason": str(value)}
     if value is not None and not math.isfinite(value):

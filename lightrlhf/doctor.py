@@ -1,4 +1,4 @@
-"""Report the machine, what of the installation works, which models fit, and how fast they train.
+"""Report on the machine, the installation, which models fit, and how fast they train.
 
     lightrlhf doctor
 
@@ -38,7 +38,7 @@ class DoctorArgs(Args):
     """Report the machine, the installation, the models that fit, and a speed."""
 
     seconds: float = at_least(0, 20.0)
-    """Longest time of the speed figures; 0 leaves them out."""
+    """Seconds to spend on measuring speed; 0 skips it."""
 
 
 def run(args: DoctorArgs) -> dict[str, Any]:
@@ -114,7 +114,7 @@ def missing(rows: dict[str, str]) -> list[str]:
 
 # ---------------------------------------------------------------------------------------------------------- machine
 def machine() -> Iterator[tuple[str, str]]:
-    """(name, value) of what the report says of the machine, as far as it can be known."""
+    """(name, value) of each property of the machine, as far as it is known."""
     yield "lightrlhf", lightrlhf.__version__
     yield "Python", f"{platform.python_version()}, {platform.system()} {platform.release()}, {sys.executable}"
     yield "processor", f"{processor()}, {os.cpu_count()} cores"

@@ -84,13 +84,13 @@ class DPOLossArgs(direct_alignment.PreferenceArgs):
     f_divergence: Literal["reverse_kl", "alpha", "js", "forward_kl"] = flag(
         "reverse_kl", needs={"loss_type": preference.LENGTH_LOSSES}, show="rarely"
     )
-    """Divergence from the reference that the constraint is on."""
+    """Divergence that constrains the policy to the reference."""
     f_alpha: float = above(0, 0.5, below=1, needs={"f_divergence": "alpha"}, show="rarely")
     """Alpha of `--f_divergence alpha`: near 0 the reverse KL, near 1 the forward KL."""
     simpo_gamma: float | None = at_least(0, None, needs={"loss_type": "simpo"}, show="rarely")
-    """Target margin of simpo; half of beta when not given."""
+    """Target margin of simpo. Default: beta / 2."""
     label_smoothing: float = at_least(0, 0.0, below=0.5, needs={"loss_type": preference.SMOOTHED}, show="rarely")
-    """Assumed share of pairs with flipped labels."""
+    """Assumed fraction of pairs with flipped labels."""
     rapo: str | None = flag(
         None,
         check=preference.constant_weight,
@@ -100,7 +100,7 @@ class DPOLossArgs(direct_alignment.PreferenceArgs):
     )
     """Weight lambda of the rejected side in u = a - lambda b: const:0.5 (any number), ra, app_1 or app_2; else 1."""
     length_alpha: float = at_least(0, 0.0, needs={"loss_type": preference.LENGTH_LOSSES}, show="rarely")
-    """Length correction: reward per token that is attributed to length alone (R-DPO)."""
+    """Length correction: reward per token attributed to length (R-DPO)."""
     rpo_alpha: float = at_least(0, 0.0, show="rarely")
     """Weight of the chosen response's negative log-likelihood per token, added to the loss (RPO)."""
 
@@ -173,7 +173,7 @@ def load_pairs(args: DPOArgs, given: Given | None, tokenizer: PreTrainedTokenize
 def fit_pairs(args: DPOArgs, rows: list[Row], where: str) -> tuple[list[Row], list[str]]:
     """The pairs that differ within `--max_length`, truncated to it, and notes on how many were truncated or left out.
 
-    Raises: UsageError when a pair lacks what the loss reads, or a prompt leaves no room for a response.
+    Raises: UsageError when a pair lacks a column of the loss, or a prompt leaves no room for a response.
     """
     if not rows:
         return [], []
@@ -197,8 +197,8 @@ def check_column(rows: list[Row], name: str, flag: str, where: str) -> None:
         value = row.get("columns", {}).get(name)
         if not isinstance(value, int | float) or not math.isfinite(value):
             raise UsageError(
-                f"{flag} reads the column {name} of each pair, but row {index} of {where} has {value}; "
-                "prepare the pairs with it, or use --loss_type sigmoid without --rapo ra"
+                f"{flag} needs a number in the column {name}, but row {index} of {where} has {value}; "
+                "add it to the pairs, or use --loss_type sigmoid without --rapo ra"
             )
 
 

@@ -55,9 +55,9 @@ class EstimateArgs(ModelArgs):
     """Estimate the memory of a training run on one device."""
 
     algorithm: Literal["sft", "rm", "ppo", "grpo", "dpo"] = "sft"
-    """Program of the run; `ppo` and `grpo` with a reward model of the policy's size, `grpo` without a KL."""
+    """Program of the run; `ppo` and `grpo` with a reward model as large as the policy, `grpo` without a KL."""
     share_backbone: bool = True
-    """PPO or GRPO with `finetune_mode` lora: all roles share the base weights."""
+    """PPO or GRPO with `finetune_mode` lora: share the base weights among all roles."""
     optimizer: Literal["AdamW", "Adam", "AdamW8bit", "PagedAdamW32bit"] = "AdamW"
     """Optimiser of the run."""
     precision: Literal["32-true", "bf16-mixed", "16-mixed"] = "32-true"
@@ -65,17 +65,17 @@ class EstimateArgs(ModelArgs):
     micro_batch_size: int = at_least(1, 8)
     """Examples per forward and backward pass; a pair counts as one."""
     num_generations: int = at_least(1, 8)
-    """GRPO: responses per prompt, which is read once."""
+    """GRPO: responses per prompt; the prompt is encoded once."""
     rollout_mini_batch_size: int = at_least(1, 32)
-    """PPO, GRPO: rows of a rollout decoded at a time."""
+    """PPO, GRPO: slots of the generation engine, rows decoded at a time."""
     sequence_length: int = at_least(1, 512)
-    """Tokens of an example, prompt and response."""
+    """Tokens of an example, prompt plus response."""
     max_new_tokens: int = at_least(1, 128)
     """PPO, GRPO: longest response."""
     accelerator: Literal["cuda", "cpu"] = "cuda"
-    """Device of the run; on a CPU passes without gradients take fewer rows."""
+    """Device of the run; on a CPU, passes without gradients use fewer rows."""
     memory_gb: float | None = positive(None)
-    """GiB of the device: says whether the run fits, and the largest micro-batch, a power of two, that does."""
+    """Memory of the device in GiB: report whether the run fits, and the largest micro-batch (a power of 2)."""
 
     def _check(self) -> None:
         if not self.model_name or self.model_name == "tiny":
@@ -117,7 +117,7 @@ def config_of(args: EstimateArgs) -> Any:
     except (OSError, ValueError) as problem:
         raise UsageError(f"--model_name {name}: {first_line(problem)}") from None
     if names.holds_reward_model(source):
-        raise UsageError(f"--model_name {name} is a reward model; give the language model it was trained from")
+        raise UsageError(f"--model_name {name} is a reward model; give the language model from which it was trained")
     return config
 
 
@@ -290,7 +290,7 @@ def estimate(args: EstimateArgs, config: Any = None) -> dict[str, float]:
         raise
     except Exception as problem:  # each architecture that looks at its data raises something else
         raise UsageError(
-            f"--model_name {args.model_name}: the architecture {config.model_type} cannot be estimated, a pass without "
+            f"--model_name {args.model_name}: the architecture {config.model_type} cannot be estimated: a pass without "
             f"data fails ({type(problem).__name__}: {first_line(problem)[:200]}); take a size such as 1.5B for it"
         ) from None
     parts: dict[str, float] = {

@@ -74,13 +74,13 @@ class EvaluateArgs(responses.ResponseArgs, harnesses.HarnessArgs):
         required=EVALUATED,
         show="first",
     )
-    """JSONL files with `prompt` and `responses` or `response`, scored as they are; win rates are against the first."""
+    """JSONL files with `prompt` and `responses` or `response`, to score; win rates are against the first."""
     ranking_file: str | None = flag(
         None, check=check_file, excludes={"pass_k": ..., **OF_MODELS}, required=EVALUATED, show="first"
     )
-    """JSONL file with `prompt`, `chosen`, `rejected` and `subset`, ranked by reward models or functions."""
+    """JSONL file with `prompt`, `chosen`, `rejected` and `subset`, to rank by reward models or functions."""
     reference_dir: str | None = flag(None, check=check_model_exists)
-    """Reference model of KL and implicit rewards; by default the model that each PPO or DPO experiment started from."""
+    """Reference model for KL and implicit rewards. Default: the initial model of each PPO or DPO experiment."""
     rouge: bool = False
     """Compute ROUGE of responses against the demonstrations."""
 
@@ -92,10 +92,10 @@ class EvaluateArgs(responses.ResponseArgs, harnesses.HarnessArgs):
         """Raises: ValueError unless one thing is evaluated, with flags that concern it, and results can be written."""
         files = [*self.responses_file, *([self.ranking_file] if self.ranking_file else [])]
         if not (files or self.model_name):
-            raise ValueError("--model_name, --responses_file or --ranking_file is required: what is evaluated")
+            raise ValueError("--model_name, --responses_file or --ranking_file is required")
         if self.ranking_file and not (self.model_name or self.has_rewards):
             raise ValueError(
-                f"--ranking_file {self.ranking_file} needs what ranks: reward models by --model_name, or "
+                f"--ranking_file {self.ranking_file} needs a scorer: reward models by --model_name, or "
                 "--reward_function"
             )
         for name, given in (("rm_chat_template", self.rm_chat_template), ("trust_remote_code", self.trust_remote_code)):
@@ -105,12 +105,12 @@ class EvaluateArgs(responses.ResponseArgs, harnesses.HarnessArgs):
             check_output(Path(path).parent / "eval" / f"{self.results_name(path)}.json", "results of")
         check_results(self.model_name, self.results_name(files[0]) if files else self.split)
         if not files and not self.do_sample and self.num_generations > 1:
-            raise ValueError(f"--num_generations {self.num_generations}: greedy responses are all the same; use 1")
+            raise ValueError(f"--num_generations {self.num_generations}: greedy responses are identical; use 1")
         if not files and max(self.pass_k, default=1) > self.num_generations:
             raise ValueError(f"--pass_k {max(self.pass_k)} needs --num_generations of at least as many responses")
 
     def results_name(self, path: str) -> str:
-        """Name of the files of results of a file."""
+        """Name of the result files of an input file."""
         return f"{Path(path).stem}_{'ranking' if path == self.ranking_file else 'responses'}"
 
 
@@ -251,7 +251,7 @@ def evaluate_policy(
 def on_demonstrations(
     args: EvaluateArgs, policy: Policy, data_dir: str, tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, Any]:
-    """Perplexity and ROUGE on the demonstrations of the data; empty where there are none."""
+    """Perplexity and ROUGE on the data's demonstrations; empty without any."""
     if not Path(data_dir, f"finetune_{args.split}.pt").is_file():
         return {}
     rows, size = (
@@ -271,7 +271,7 @@ def on_pairs(
     data_dir: str,
     tokenizer: PreTrainedTokenizerBase,
 ) -> dict[str, Any]:
-    """How the implicit reward of a DPO or KTO policy ranks the pairs of the data; empty where there is none."""
+    """Accuracy of a DPO or KTO policy's implicit reward on the data's pairs; empty without any."""
     has_reward = stored_arg(name, "program") in ("dpo", "kto") and stored_arg(name, "loss_type") not in REFERENCE_FREE
     if not has_reward or not Path(data_dir, f"preference_{args.split}.pt").is_file():
         return {}

@@ -44,10 +44,10 @@ AGAIN = "That names none of the offered commands. Reply with one line: `Command:
 
 
 def check_acting(word: str, flag: str) -> None:
-    """Raises: ValueError unless a word is name=value, with the name of a flag of acting."""
+    """Raises: ValueError unless a word is name=value with the name of an agent flag."""
     check_option(word, flag)
     if word.partition("=")[0] not in {one.name for one in dataclasses.fields(ActingArgs)}:
-        raise ValueError(f"{flag} {word} is not a flag of acting")
+        raise ValueError(f"{flag} {word} is not an agent flag")
 
 
 def check_reflector(name: str, flag: str) -> None:
@@ -65,11 +65,11 @@ class EvaluateEnvArgs(frame.EvaluationArgs, RemoteArgs):
     env_options: list[str] = flag([], split=pairs, check=check_option)
     """Options of the environment as name=value."""
     model_name: list[str] = flag([])
-    """Experiment dirs or checkpoints of the agents; none evaluates the oracle and random commands only."""
+    """Experiment dirs or checkpoints of the agents; without any, only the oracle and random commands are evaluated."""
     reflect_experiment_dir: list[str] = flag([], split=paths, check=check_reflector)
-    """Reflector of each experiment in turn, `none` for none; by default the reflector of its training."""
+    """Reflector of each experiment in turn, or `none`. Default: the reflector it was trained with."""
     acting: list[str] = flag([], split=pairs, check=check_acting)
-    """Flags of acting as name=value, such as with_history=True, in place of the experiment's own."""
+    """Agent flags as name=value, such as with_history=True, that override the experiment's."""
     levels: list[str] = flag([])
     """Names of the environment's levels to start from; all when not given."""
     eval_reps: int = at_least(1, 1)
@@ -77,19 +77,19 @@ class EvaluateEnvArgs(frame.EvaluationArgs, RemoteArgs):
     num_envs: int = at_least(1, 64)
     """Environments played in parallel."""
     agent_model: str | None = None
-    """Name of a language model at `base_url` that is evaluated, too."""
+    """Name of a language model at `base_url` to evaluate as well."""
     max_new_tokens: int = at_least(1, 128)
-    """Longest reply of that model."""
+    """Maximum tokens of its reply."""
     temperature: float = positive(1.0, remedy="for greedy text use --do_sample False")
-    """Sampling temperature of that model."""
+    """Sampling temperature of `agent_model`."""
     do_sample: bool = True
-    """Sample the replies of that model; when false take the most likely tokens."""
+    """Sample the replies of `agent_model`; if false, decode greedily."""
 
     def _check(self) -> None:
         if self.reflect_experiment_dir and len(self.reflect_experiment_dir) != len(self.model_name):
             raise ValueError("--reflect_experiment_dir needs one entry per --model_name, `none` for no reflector")
         if bool(self.base_url) != bool(self.agent_model):
-            raise ValueError("--base_url and --agent_model are required together: an address, and a model's name there")
+            raise ValueError("--base_url and --agent_model must be given together")
         check_results(self.model_name, self.results_name)
 
     @property

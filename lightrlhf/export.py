@@ -46,9 +46,9 @@ USES = {
 
 
 def check_stored(name: str, flag: str) -> None:
-    """Raises: ValueError for a model that no folder holds."""
+    """Raises: ValueError for the new model `tiny`, which is not stored."""
     if name == "tiny":
-        raise ValueError(f"{flag} tiny is a new model that is stored nowhere; give a trained one")
+        raise ValueError(f"{flag} tiny is a new, untrained model; give a trained one")
 
 
 def check_new(folder: str | Path, flag: str = "--destination_dir") -> None:
@@ -71,19 +71,19 @@ class ExportArgs(Args):
     )
     """All weights for transformers (`safetensors-bf16`: in bfloat16), an adapter, GGUF, or GGUF with a Modelfile."""
     dtype: Literal["float32", "bfloat16", "float16"] = flag("float32", needs={"to": "merged"})
-    """Numbers of `to` merged."""
+    """Dtype of the weights for `to` merged."""
     gguf_type: Literal["f32", "bf16", "f16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0"] = flag(
         "f16", needs={"to": FOR_LLAMA}
     )
-    """Numbers of the matrices in a GGUF file."""
+    """Type of the matrices in a GGUF file."""
     destination_dir: str | None = flag(None, check=check_new)
-    """Folder to write, a new one; by default in `export` of the experiment dir, else of the current folder."""
+    """New folder to write. Default: in `export` of the experiment dir, else of the current folder."""
     temperature: float | None = between(0, 100, None, needs={"to": "ollama"})
-    """Temperature in the Modelfile; by default the generation config's, else 1."""
+    """Temperature in the Modelfile. Default: the generation config's, else 1."""
     base_model_name: str | None = flag(None, needs={"to": "adapter"}, show="rarely")
-    """Hub name to put into an exported adapter as its base's, which is a folder here."""
+    """Hub name of the base model to write into an exported adapter, if the base is a local folder."""
     trust_remote_code: bool = flag(False, show="rarely")
-    """Let a model run the code of its own repository."""
+    """Allow a model to run code from its repository."""
 
 
 def run(args: ExportArgs) -> str:
@@ -151,7 +151,7 @@ def write_adapter(args: ExportArgs, source: str, folder: Path, name: str) -> Fin
     from transformers import AutoTokenizer
 
     if lora.adapter_config(source, "--model_name") is None:
-        raise UsageError(f"--to adapter: {args.model_name} holds no adapter but all weights; use --to merged")
+        raise UsageError(f"--to adapter: {args.model_name} holds full weights, not an adapter; use --to merged")
     tokenizer = load_tokenizer(None, source)
     is_scalar = holds_reward_model(source)
     options: dict[str, Any] = {"num_labels": 1} if is_scalar else {}

@@ -56,19 +56,19 @@ class GenerateArgs(prompts.PromptArgs, engines.EngineArgs, DryRunArgs):
     """Sample responses to prompts and write them as JSONL."""
 
     temperatures: list[float] | None = at_least(0, None)
-    """Several temperatures instead of `temperature`, one file each; 0 is greedy."""
+    """Several temperatures instead of `temperature`, one output file each; 0 is greedy."""
     rm_experiment_dir: str | None = flag(None, check=check_reward_model)
     """Reward model that scores the responses; the best of each prompt becomes `response`."""
     ref_scores: bool = flag(False, needs={"rm_experiment_dir": ..., "data_dir": ...})
-    """Also score the answers that the data has to these prompts: `ref_response, ref_reward`, of pairs `rejected_*`."""
+    """Also score the data's own answers: `ref_response, ref_reward`, and `rejected_*` for pairs."""
     output_dir: str = "results"
-    """Root of the results: `{output_dir}/{data}/temperature={t}/{model}.jsonl`."""
+    """Root folder of the results, `{output_dir}/{data}/temperature={t}/{model}.jsonl`."""
     output_file: str | None = flag(None, check=destinations.check_output)
-    """File to write instead."""
+    """Output file, instead of one below `output_dir`."""
     accelerator: str = flag("auto", check=find_device)
     """cpu, cuda, mps, or auto (a GPU if there is one)."""
     devices: int = at_least(1, 1, excludes={"rollout_server": ...})
-    """Processes on this machine, one device each, that share the prompts."""
+    """Number of processes on this machine, one device each, that share the prompts."""
 
     def _check(self) -> None:
         if not self.output_file:
@@ -77,7 +77,7 @@ class GenerateArgs(prompts.PromptArgs, engines.EngineArgs, DryRunArgs):
             raise ValueError(f"--output_file {self.output_file} cannot hold several --temperatures; use --output_dir")
         greedy = not self.do_sample or 0 in (self.temperatures or [])
         if greedy and self.num_generations > 1:
-            raise ValueError(f"--num_generations {self.num_generations}: greedy responses are all the same; use 1")
+            raise ValueError(f"--num_generations {self.num_generations}: greedy responses are identical; use 1")
 
 
 def run(args: GenerateArgs) -> list[str]:
@@ -86,8 +86,8 @@ def run(args: GenerateArgs) -> list[str]:
     shard, device, barrier = start_ranks(args)
     if args.rollout_server and shard.world_size > 1:
         raise UsageError(
-            f"--rollout_server {args.rollout_server[0]}: one process asks all servers, here are {shard.world_size}; "
-            "start it without torchrun"
+            f"--rollout_server {args.rollout_server[0]}: only one process may query servers, not "
+            f"{shard.world_size}; start it without torchrun"
         )
     rows = prompts.load_prompt_rows(args, args.ref_scores)
     models = None
@@ -141,7 +141,7 @@ def at_each_temperature(args: GenerateArgs) -> Iterator[GenerateArgs]:
 
 # -------------------------------------------------------------------------------------------------------- responses
 class Models(NamedTuple):
-    """What answers, and what scores the answers."""
+    """The sampler and the scorer."""
 
     engine: engines.Local | engines.Remote
     tokenizer: PreTrainedTokenizerBase | None  # None where servers take and give texts alone
@@ -212,7 +212,7 @@ def output_path(args: GenerateArgs) -> Path:
 
 
 def settings_of(args: GenerateArgs, rows: Sequence[Row]) -> Row:
-    """Settings that determine a file's rows; stored to detect files of other ones."""
+    """Settings that determine a file's rows, stored to detect files made with different ones."""
     settings = {k: v for k, v in dataclasses.asdict(args).items() if k not in NO_EFFECT}
     if args.rollout_server:
         settings["rollout_engine"] = "rollout_server"  # whose arithmetic differs from the local engine's

@@ -84,7 +84,7 @@ class GRPOArgs(
     rollout_size: int = at_least(1, 16)
     """Prompts per rollout and device."""
     rollout_mini_batch_size: int = at_least(1, 32, show="rarely")
-    """Slots of the generation engine, and at most so many rows per scoring pass."""
+    """Slots of the generation engine, and the most rows per scoring pass."""
     ppo_epochs: int = at_least(1, 1, show="rarely")
     """Passes over each rollout."""
     mini_batch_size: int = 128
@@ -107,37 +107,37 @@ class GRPOArgs(
     normalize_advantages: bool = flag(False, show="rarely")
     """Whiten advantages over all tokens of the rollout of all ranks."""
     normalize_rewards: bool = flag(False, show="rarely")
-    """Shift and scale a reward model's scores by the mean and deviation stored with it."""
+    """Standardise a reward model's scores by the mean and deviation stored with it."""
     normalize_each_reward: bool = flag(False, show="rarely")
-    """Give each reward mean 0 and deviation 1 in its group before their sum (GDPO, with `--advantage batch_std`)."""
+    """Standardise each reward within its group before summing (GDPO, with `--advantage batch_std`)."""
     loss_type: str = flag("clip", check=partial(own_functions.check_known_or_own, policy_losses.LOSSES))
     """clip, cispo, sapo, reinforce, or a function `package.module:name`."""
     importance_sampling_level: Literal["token", "sequence"] = flag("token", excludes={"loss_type": "reinforce"})
-    """Ratio of each token, or its geometric mean over the response (GSPO)."""
+    """Importance ratio: per token, or its geometric mean over the response (GSPO)."""
     aggregation: Literal["token", "sequence", "sum", "constant", "prompt"] = "token"
-    """Weight of a token in the loss: the same for all, or the same for all responses or prompts."""
+    """How token losses are averaged: equal weight per token, per response or per prompt."""
     clip_coeff: float = positive(0.2)
-    """Lower clip range of the ratio, which is 1 - this; of 1 and more there is no lower bound."""
+    """Clip the ratio below 1 - `clip_coeff`; 1 or more means no lower bound."""
     clip_coeff_high: float | None = positive(None, show="rarely")
-    """Clip the ratio above 1 + `clip_coeff_high`; by default 1 + `clip_coeff`."""
+    """Clip the ratio above 1 + `clip_coeff_high`. Default: `clip_coeff`."""
     dual_clip: float | None = above(1, None, remedy="3 is usual", needs={"loss_type": "clip"}, show="rarely")
-    """With `clip`: largest factor of a negative advantage, such as 3; none when not given."""
+    """With `clip`: upper bound of the ratio for negative advantages, such as 3 (dual clip)."""
     entropy_coeff: float = at_least(0, 0.0, show="rarely")
     """Weight of the entropy bonus in the loss."""
     init_kl_coeff: float = at_least(0, 0.0)
-    """Weight of the KL penalty; 0 needs no reference model and logs no KL."""
+    """Weight of the KL penalty; 0 loads no reference model and logs no KL."""
     kl_placement: Literal["reward", "loss"] = flag("reward", needs="init_kl_coeff", show="rarely")
-    """KL of a response in its reward, or KL of each token in the loss."""
+    """Where the KL enters: the reward of a response, or the loss of each token."""
     missing_eos_penalty: float = at_least(0, 0.0, show="rarely")
-    """Subtracted from the score of a response that reached `max_new_tokens` without an end token."""
+    """Penalty subtracted from the score of a response that reached `max_new_tokens` without an end token."""
     overlong_buffer: int = at_least(0, 0, show="rarely")
-    """Last tokens below `max_new_tokens` over which a penalty of length grows from 0 to `overlong_penalty` (DAPO)."""
+    """The length penalty grows from 0 to `overlong_penalty` over this many tokens before `max_new_tokens` (DAPO)."""
     overlong_penalty: float = at_least(0, 1.0, show="rarely")
-    """Penalty of a response of `max_new_tokens`, with `overlong_buffer`."""
+    """Penalty of a response of length `max_new_tokens`, with `overlong_buffer`."""
     overlong_filter: bool = flag(False, show="rarely")
     """Keep truncated responses out of the loss; they stay in their group's baseline."""
     resample_rounds: int = at_least(0, 0, excludes={"data_weights": ..., "num_generations": 1}, show="rarely")
-    """Times that groups whose scores are equal are replaced by other prompts (DAPO's dynamic sampling)."""
+    """Rounds of replacing groups with equal scores by other prompts (DAPO's dynamic sampling)."""
 
     def _check(self) -> None:
         if self.num_generations < 2 and self.advantage != "none":
@@ -251,7 +251,7 @@ def warn_of_low_rate(run: Run[GRPOArgs]) -> None:
     """Warn of a learning rate at which adapters hardly learn."""
     if run.args.finetune_mode == "lora" and run.args.learning_rate <= FULL_TUNING_RATE:
         run.print0(
-            f"warning: --learning_rate {run.args.learning_rate} is one for tuning all weights; adapters learn at about "
+            f"warning: --learning_rate {run.args.learning_rate} suits full fine-tuning; adapters need about "
             "ten times as much, such as 1e-5 to 1e-4"
         )
 
@@ -308,7 +308,7 @@ def estimate_advantages(
     ranks = ranks or LocalRanks()
 
     def advantages_of(values: Tensor, name: str) -> Tensor:
-        """(B,), NaN where there is none -> (B,)."""
+        """(B,), NaN where missing -> (B,)."""
         if name not in groups.ADVANTAGES:
             return own_functions.own_advantages(name, args.num_generations, values, rollout.group, ranks)
         moments = groups.group_moments(values, rollout.group, rollout.num_groups, ranks.sum)
@@ -369,7 +369,7 @@ def update_minibatch(
 ) -> Metrics:
     """One optimiser step; the gradient does not depend on how micro-batches are cut.
 
-    Weights of the loss include the importance weights of sampled tokens, those of the entropy do not.
+    Loss weights include the importance weights of sampled tokens; entropy weights do not.
     """
     args, kl_coeff = run.args, run.args.init_kl_coeff if run.args.kl_placement == "loss" else 0.0
     counted = (minibatch.action_mask, minibatch.group, minibatch.num_groups)
@@ -404,7 +404,7 @@ def update_minibatch(
             terms = [outside.sum(), (ratio - 1 - difference[mask]).sum(), ratio.sum(), mask.sum()]
             sums += torch.stack([total.detach(), *terms])
     total, *of_tokens, count = run.ranks.sum(sums).tolist()
-    means = [value / count if count else math.nan for value in of_tokens]  # where none has an advantage there is none
+    means = [value / count if count else math.nan for value in of_tokens]  # NaN: no advantage
     named = dict(zip(("policy/clipfrac", "policy/approxkl", "policy/ratio"), means))
     return {"policy/loss": total, **named, "policy/grad_norm": run.optimize("policy")}
 

@@ -56,17 +56,17 @@ class IterativeRefuelArgs(refuel.RefuelArgs, dialogue_pairs.PairArgs, iterated_d
     """Multi-turn RLHF in iterations: roll dialogues out, score them, learn from pairs."""
 
     experiment_name: str = "rlhf-iterative-refuel"
-    """Name of the folder below `log_dir` that collects the runs of one algorithm."""
+    """Folder below `log_dir` for the runs of one algorithm."""
     output_dir: str | None = None
-    """Experiment dir itself, new, empty or of the run to go on with, instead of one below `log_dir`."""
+    """Experiment dir, instead of one below `log_dir`: new, empty, or of a run to continue."""
     log_interval: int = 1
     """Steps between rows of metrics, each the iterated.mean over the steps since the previous row."""
     stage: Literal["all", "generate", "rank", "tokenize", "train"] = flag("all", excludes={"dry_run": True}, once=True)
-    """One stage of the first unfinished iteration, or all stages of all iterations, also when a run is resumed."""
+    """Run one stage of the first unfinished iteration, or all stages of all iterations."""
     iterations: int = 1
     """Number of iterations, each from the policy of the previous one."""
     num_data: int = at_least(0, 0)
-    """Dialogues of an iteration, from an infinite seeded shuffle of the training split; 0 takes as many as it has."""
+    """Dialogues per iteration, from an infinite seeded shuffle of the training split; 0: the size of the split."""
 
 
 # ---------------------------------------------------------------------------------------------------------- program
@@ -171,7 +171,7 @@ def generate_dialogues(it: Iteration[IterativeRefuelArgs], rows: Sequence[Dialog
 
 
 def rank(it: Iteration[IterativeRefuelArgs], reward: functions.RewardFunctions | None) -> None:
-    """Write `rewards.jsonl`: the score of every prefix of both dialogues, `INVALID_REWARD` where there is none."""
+    """Write `rewards.jsonl`: the score of every prefix of both dialogues, `INVALID_REWARD` where it is missing."""
     rows = rows_of_stage(it.folder / "dialogues.jsonl", "generate")
     content = hashlib.sha256((it.folder / "dialogues.jsonl").read_bytes()).hexdigest()
     with jsonl.JsonlWriter(it.folder / "rewards.jsonl", {"dialogues_sha256": content}) as writer:

@@ -105,17 +105,17 @@ class JudgeArgs(RemoteArgs, DryRunArgs):
     responses_file: list[str] = flag(split=paths, check=check_file)
     """JSONL files with `prompt` and `response` (or `responses`): A and B; for `sample` one or more."""
     judge: str = flag("openai", check=check_judge)
-    """Judge: openai, reward, human, or a Python function `package.module:name` that scores responses."""
+    """Judge: openai, reward, human, or a scoring function `package.module:name`."""
     judge_model: str | None = None
     """Name of the judging model at the server."""
     task: Literal["summarization", "dialogue", "webgpt"] = "dialogue"
-    """Criteria of a judging model."""
+    """Criteria in the prompt of a judging model."""
     rm_experiment_dir: str | None = flag(None, check=check_reward_model)
     """Reward model that judges."""
     output_file: str | None = None
-    """Records to write, by default `{A}-vs-{B}-{judge}.jsonl` next to A; results and a picture are put next to it."""
+    """File of verdicts, with results and a plot beside it. Default: `{A}-vs-{B}-{judge}.jsonl` next to A."""
     max_new_tokens: int = at_least(1, 256)
-    """Longest reply of a judging model."""
+    """Maximum tokens of a judging model's reply."""
     rollout_mini_batch_size: int = at_least(1, 32)
     """Rows per pass of the reward model."""
     accelerator: str = "auto"
@@ -123,13 +123,13 @@ class JudgeArgs(RemoteArgs, DryRunArgs):
     seed: int = random_seed(42)
     """Seed of the order in which a person sees two responses, of the sample and of the bootstrap."""
     sample: int | None = at_least(1, None, excludes={"dry_run": True})
-    """Write this many rows of each file, of the same prompts, to `{file}-sampled.jsonl` instead of judging."""
+    """Instead of judging, write this many rows of each file, for the same prompts, to `{file}-sampled.jsonl`."""
     max_per_subreddit: int | None = at_least(1, None, needs="sample", show="rarely")
     """Largest number of sampled rows with the same value in the column `subreddit`."""
 
     def _check(self) -> None:
         if self.dry_run and self.judge == "human":
-            raise ValueError("--dry_run True with --judge human: no model is tried; leave one of them out")
+            raise ValueError("--dry_run True has no model to try with --judge human; leave one of them out")
         if self.sample is not None:
             if not self.responses_file:
                 raise ValueError("--responses_file needs a file to sample from")
@@ -224,7 +224,7 @@ def sample_of(row: Row, where: str) -> encoding.Sample:
 
 
 def settings_of(args: JudgeArgs) -> Row:
-    """Settings that determine the verdicts, with the hashes of the files; stored to detect verdicts of other ones."""
+    """Settings that determine the verdicts, with the files' hashes, stored to detect different ones."""
     names = ("judge", "judge_model", "task", "rm_experiment_dir", "max_new_tokens")
     files = [hashlib.sha256(Path(name).read_bytes()).hexdigest() for name in args.responses_file]
     return {"responses": files, **{name: getattr(args, name) for name in names}, "seed": args.seed}
@@ -366,7 +366,7 @@ def record(pair: Row, verdict: str, **more: Any) -> Row:
 
 
 def check_records(records: Sequence[Row], output: Path) -> None:
-    """Raises: UsageError when rows of the output, in which a run goes on, are none of this program's."""
+    """Raises: UsageError when the output to continue has rows that this program did not write."""
     verdicts = (*SCORES, "skip", "malformed")
     for number, row in enumerate(records, start=1):
         texts = all(isinstance(row.get(side), str) for side in "ab")

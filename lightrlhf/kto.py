@@ -50,20 +50,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class KTOArgs(direct_alignment.PreferenceArgs, DataSetsArgs, EvalArgs, RolloutLogArgs, TensorParallelArgs):
-    """Learning from responses that are labelled good or bad."""
+    """Learn from responses that are labelled good or bad."""
 
     experiment_name: str = "rlhf-kto"
     """Folder below `log_dir` for the runs of one algorithm."""
     loss_type: Literal["kto", "bco"] = "kto"
     """Loss of a labelled response; howto/algorithms/kto.md has the formulas."""
     desirable_weight: float = positive(1.0, show="rarely")
-    """Weight of good responses; times their number, 1 to 4/3 of the same for bad ones is advised."""
+    """Weight of good responses; the paper advises 1 to 4/3 for (weight x number of good) / (weight x number of bad)."""
     undesirable_weight: float = positive(1.0, show="rarely")
     """Weight of bad responses."""
 
     def _check(self) -> None:
         if self.loss_type == "kto" and self.mini_batch_size * self.devices * self.num_nodes < 2:
-            raise ValueError("--loss_type kto compares responses of a step with each other; try --mini_batch_size 8")
+            raise ValueError("--loss_type kto compares the responses within a step; try --mini_batch_size 8")
 
 
 # --------------------------------------------------------------------------------------------------------- program
@@ -167,7 +167,7 @@ class Mismatches:
     """KTO's mismatched prompts and responses of the validation rows, and of each step.
 
     They follow from the order of the data, so the reference scores them before training, and a resumed run has the
-    same. Their places follow the rows': first validation, then the steps, with a whole batch each.
+    same. Their indices follow the data's: first validation, then the steps, with a whole batch each.
     No mismatched text is longer than the longest of the data.
     """
 
@@ -179,25 +179,25 @@ class Mismatches:
         args = run.args
         self.size = args.mini_batch_size * run.ranks.world_size
         self.key = (len(self.rows), args.seed, self.size, *args.data_weights)
-        self.logps: Tensor | None = None  # (1, N) of all places, once they are scored
+        self.logps: Tensor | None = None  # (1, N) over all indices, once scored
         self._last: tuple[int, list[Row]] = -2, []  # a step and its mismatched rows
 
     def __len__(self) -> int:
         return self._start(self.blocks[-1].stop)
 
     def __getitem__(self, place: int) -> Row:
-        """The row at a place: one of the data, or a mismatched one."""
+        """The row at an index: one of the data, or a mismatched one."""
         if place < self._start(-1):
             return self.data[place]
         step, number = divmod(place - self._start(0), self.size)
         if place < self._start(0):
             step, number = -1, place - self._start(-1)
-        if self._last[0] != step:  # places come in order
+        if self._last[0] != step:  # indices come in order
             self._last = step, self._mismatched(self.validation if step < 0 else self._batch(step))
         return self._last[1][number]
 
     def parts(self) -> list[list[int]]:
-        """Places of all mismatched rows, in parts."""
+        """Indices of all mismatched rows, in parts."""
         parts = scoring.in_parts(self.run, range(self._start(-1), self._start(0)))
         for steps in self.blocks:
             ends = [(self._start(step), self._start(step) + len(self._batch(step))) for step in steps]

@@ -63,35 +63,35 @@ class OnlineDPOArgs(dpo.DPOLossArgs, RewardArgs, SamplingArgs, iterated_dir.Iter
     """Online preference learning: respond, score, choose pairs, train, in iterations."""
 
     experiment_name: str = "rlhf-online-dpo"
-    """Name of the folder below `log_dir` that collects the runs of one algorithm."""
+    """Folder below `log_dir` for the runs of one algorithm."""
     output_dir: str | None = None
-    """Experiment dir itself, new, empty or of the run to go on with, instead of one below `log_dir`."""
+    """Experiment dir, instead of one below `log_dir`: new, empty, or of a run to continue."""
     log_interval: int = 1
     """Steps between rows of metrics, each the iterated.mean over the steps since the previous row."""
     prompts_per_iteration: int | None = at_least(1, None)
-    """Fresh prompts of each iteration; when not given the training prompts are divided evenly."""
+    """New prompts of each iteration. Default: divide the training prompts evenly."""
     num_generations: int = at_least(2, 8)
     """Responses per prompt (K)."""
     rm_chat_template: bool = flag(False, show="rarely")
-    """Show a prompt that is plain text to the reward model as a user message of its chat template."""
+    """Wrap plain-text prompts as user messages of the reward model's chat template."""
     choose_type: Literal["max_random", "max_min", "max_max", "random", "max_min_p"] = "max_min"
     """How to pair: the best with a random other, the worst or the second; any two; `max_min` after a penalty."""
     length_penalty: float = at_least(0, 0.0, needs={"choose_type": "max_min_p"}, show="rarely")
     """Reward subtracted per token of length, for `max_min_p`."""
     training_step: Literal["dpo", "raft"] = flag("dpo", show="rarely")
-    """Learn from pairs, or (raft) by cross-entropy from the best response to each prompt with unequal scores."""
+    """Train on pairs, or (raft) by cross-entropy on the best response to each prompt with unequal scores."""
     reference: Literal["initial", "moving"] = flag("initial", excludes={"ref_model": ...})
     """Reference policy: the initial policy (or `ref_model`), or the previous iteration's."""
     responder: str = flag("last", check=check_responder, show="rarely")
-    """Policy that responds: `last` (online), `initial` (offline, the initial policy), or the directory of another."""
+    """Policy that samples responses: `last` (online), `initial` (offline), or the directory of another."""
     rollout_mini_batch_size: int = at_least(1, 64, show="rarely")
-    """Slots of the generation engine, and at most so many rows per pass of the reward model."""
+    """Slots of the generation engine, and the most rows per pass of the reward model."""
     eval_prompts: int = at_least(1, 200, show="rarely")
-    """Prompts of the evaluation after each iteration: the first ones of the validation split."""
+    """Number of validation prompts, the first ones, to evaluate on after each iteration."""
     epochs: int | None = None
     """Passes over the pairs of an iteration; 1 when `max_steps` is not given either."""
     lr_warmup_ratio: float | None = 0.1
-    """Share of an iteration's steps for a warm-up from 0: a fresh Adam at the full rate can throw a policy far off."""
+    """Fraction of an iteration's steps for a warm-up from 0; a fresh Adam at the full rate can destroy a policy."""
 
 
 def train(

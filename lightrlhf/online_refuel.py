@@ -51,19 +51,19 @@ class OnlineRefuelArgs(refuel.RegressionArgs, EvalIntervalArgs, DialogueArgs, Se
     """Multi-turn RLHF by regression on relative futures, from dialogues rolled out while training."""
 
     experiment_name: str = "rlhf-online-refuel"
-    """Name of the folder below `log_dir` that collects the runs of one algorithm."""
+    """Folder below `log_dir` for the runs of one algorithm."""
     log_interval: int = 1
     """Steps between rows of metrics, each the mean over the steps since the previous row."""
     rollout_size: int = at_least(1, 32)
-    """Dialogues per step and device; each gives a pair."""
+    """Dialogues per step and device; each yields one pair."""
     ppo_epochs: int = at_least(1, 4)
     """Passes over the pairs of a step."""
     init_kl_coeff: float = at_least(0, 0.05)
     """Weight of the KL penalty in the reward: the log-ratio to the initial policy at the trained turn."""
     penalty_reward_value: float = -2.0
-    """Score of a dialogue whose trained turn was cut by its length."""
+    """Score of a dialogue whose trained turn was truncated."""
     whiten_rewards: bool = False
-    """Shift and scale the rewards of a step to mean 0 and variance 1, over both sides and all devices."""
+    """Whiten the rewards of a step (mean 0, variance 1) over both sides and all devices."""
 
 
 # ---------------------------------------------------------------------------------------------------------- program
@@ -263,10 +263,7 @@ def score_dialogues(scorer: scorers.GroupScorer, dialogues: Sequence[Dialogue]) 
 def evaluate(
     run: Run[OnlineRefuelArgs], sampler: DialogueSampler, scorer: scorers.GroupScorer, rows: Sequence[Dialogue]
 ) -> Metrics:
-    """Mean score of held-out dialogues rolled out from their openings, with the same noise in each evaluation.
-
-    Of those that have one; NaN where there is none.
-    """
+    """Mean valid score of held-out dialogues from their openings, with the same noise each time; NaN without any."""
     shard = run.ranks.shard(run.order.eval_rows(rows, run.args.rollout_mini_batch_size))
     starts, ends = [row.before(0) for row in shard], [row.num_turns for row in shard]
     dialogues = sampler.roll_out(starts, ends, -1)

@@ -47,13 +47,13 @@ class PlotArgs(Args):
     responses_file: list[str] = flag([], split=paths)
     """Files of `lightrlhf.generate` with rewards, to draw by temperature and best of n."""
     metrics: list[str] | None = None
-    """Metrics to draw; a choice of the usual ones when not given."""
+    """Metrics to draw. Default: the usual ones."""
     output_file: str | None = flag(None, check=check_picture)
-    """PNG to write; by default `curves.png` in the first experiment dir or next to the first file."""
+    """PNG to write. Default: `curves.png` in the first experiment dir or next to the first file."""
     group_seeds: bool = False
-    """Draw runs that differ by their seed alone as one line with a band; all folders of one seed are one run."""
+    """Draw runs that differ only by seed as one line with a band; folders with the same seed are one run."""
     smoothing: int = at_least(1, 9)
-    """Points in the moving average of the thick line; 1 draws the logged values."""
+    """Window of the moving average; 1 draws only the logged values."""
 
     def _check(self) -> None:
         if bool(self.experiment_dir) == bool(self.responses_file):
@@ -72,7 +72,7 @@ def run(args: PlotArgs) -> str:
     logged = {name for run in by_folder.values() for name in run}
     names = args.metrics or usual_metrics(logged)
     if not names:
-        raise UsageError(f"--experiment_dir {args.experiment_dir[0]} has logged no metric that is a number")
+        raise UsageError(f"--experiment_dir {args.experiment_dir[0]} has no numeric metric")
     unknown = [name for name in names if name not in logged]
     if unknown:
         raise UsageError(f"--metrics {unknown[0]} was not logged; logged are: {', '.join(sorted(logged))}")

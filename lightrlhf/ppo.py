@@ -73,17 +73,17 @@ class PPOArgs(
     critic_init: Literal["reward", "policy"] | None = flag(
         None, when="reward", needs="rm_experiment_dir", show="rarely"
     )
-    """Start of the critic: the reward model where there is one, else the policy."""
+    """Initial critic. Default: the reward model if there is one, else the policy."""
     share_backbone: bool = flag(True, show="rarely")
-    """With `--finetune_mode lora`: all roles on one set of base weights where possible; not with fsdp or deepspeed."""
+    """With `--finetune_mode lora`: share one set of base weights among all roles; not with fsdp or deepspeed."""
     rollout_size: int = at_least(1, 128)
     """Prompts per rollout and device."""
     rollout_mini_batch_size: int = at_least(1, 32, show="rarely")
-    """Slots of the generation engine, and at most so many rows per scoring pass."""
+    """Slots of the generation engine, and the most rows per scoring pass."""
     ppo_epochs: int = at_least(1, 1)
     """Passes over each rollout."""
     max_kl: float | None = positive(None, show="rarely")
-    """End the passes over a rollout after a mini-batch whose mean KL to the policy that sampled it exceeds this."""
+    """Stop the update early after a mini-batch whose mean KL to the sampling policy exceeds this."""
     mini_batch_size: int = 32
     """Responses per optimiser step and device."""
     actor_learning_rate: float = positive(1e-6)
@@ -97,15 +97,15 @@ class PPOArgs(
     disable_dropout: bool = True
     """Set the probability of every dropout module to 0."""
     init_kl_coeff: float = at_least(0, 0.1)
-    """Weight of the KL penalty in the reward, at the start."""
+    """Initial weight of the KL penalty in the reward."""
     kl_estimator: Literal["k1", "k2", "k3"] = flag("k1", show="rarely")
     """Estimator of the KL penalty: k1 unbiased, k2 half the squared log-ratio, k3 unbiased and never negative."""
     adaptive_kl_coeff: bool = flag(False, show="rarely")
-    """Steer the KL weight so that the KL of a response stays near `target_kl_coeff`."""
+    """Adapt the KL weight to keep the KL per response near `target_kl_coeff`."""
     target_kl_coeff: float = positive(6.0, show="rarely")
-    """Target KL of a response, in nats, of the adaptive controller."""
+    """Target KL per response, in nats, of the adaptive controller."""
     clip_coeff: float = positive(0.2)
-    """Clip range of the probability ratio and of the change in value."""
+    """Clip range of the probability ratio and of the value change."""
     vf_coeff: float = at_least(0, 1.0, show="rarely")
     """Weight of the critic's loss."""
     entropy_coeff: float = at_least(0, 0.0, show="rarely")
@@ -117,17 +117,17 @@ class PPOArgs(
     termination_condition: Literal["fixed", "randomized", "parsing", "ppl"] = "fixed"
     """Where macro actions end: every `ngram` tokens, at random lengths, with a constituent, or as perplexity rises."""
     ngram: int = at_least(0, 1)
-    """Tokens per macro action for `fixed`: 1 is token PPO, 0 takes the whole response as one."""
+    """Tokens per macro action for `fixed`: 1 is token PPO, 0 makes the response one macro action."""
     repeat_times: int = at_least(1, 3, needs={"termination_condition": "randomized"}, show="rarely")
     """For `randomized`: macro actions of each length (2, 3, 5, 10) in a response, in random order."""
     parsing_cutoff: int = at_least(1, 5, needs={"termination_condition": "parsing"}, show="rarely")
-    """For `parsing`: most tokens of a constituent that is one macro action; a larger one is divided."""
+    """For `parsing`: largest constituent, in tokens, that is one macro action; larger ones are divided."""
     parser: str = flag("textblob", show="rarely")
     """For `parsing`: textblob, benepar:FOLDER, stanza:FOLDER, python (for programs), or `package.module:name`."""
     value_function: Literal["equal", "unit", "position", "position_first", "first"] = flag("equal", show="rarely")
-    """A macro action's value: mean of its tokens' values (weighted to the last or first), the last or first one."""
+    """A macro action's value: mean of its tokens' values (weighted to the last or first), or the last or first."""
     normalize_rewards: bool = flag(True, show="rarely")
-    """Shift and scale scores by the mean and deviation stored with the reward model."""
+    """Standardise scores by the mean and deviation stored with the reward model."""
     normalize_advantages: bool = flag(True, show="rarely")
     """Whiten advantages over the rollout of all ranks."""
     clip_rewards: bool = flag(True, show="rarely")
@@ -135,7 +135,7 @@ class PPOArgs(
     reward_clip_value: float = positive(5.0, show="rarely")
     """Largest absolute score after normalisation."""
     missing_eos_penalty: float = at_least(0, 0.0, show="rarely")
-    """Subtracted from the score of a response that reached `max_new_tokens` without an end token."""
+    """Penalty subtracted from the score of a response that reached `max_new_tokens` without an end token."""
 
     def _check(self) -> None:
         if self.mini_batch_size > self.rollout_size:

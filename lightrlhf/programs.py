@@ -1,4 +1,4 @@
-"""All programs, in the order in which they are listed.
+"""All programs, in the order of their listings.
 
 Whatever lists programs reads this table: `lightrlhf`, its command, the demo, the tests and, by `make lists`, README and
 pages. A new algorithm is one line here, beside its file, its test and its page.

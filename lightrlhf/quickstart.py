@@ -99,9 +99,9 @@ class QuickstartArgs(Args):
     seed: int = random_seed(1)
     """Seed of every stage."""
     accelerator: str | None = flag(None, check=find_device)
-    """Device of every stage: cpu, cuda or mps; the programs choose when not given."""
+    """Device of every stage: cpu, cuda or mps. Default: each program's choice."""
     smoke: bool = False
-    """Run every stage for a moment only, to test that it works; the results mean nothing."""
+    """Run every stage only briefly, as a smoke test; the results are meaningless."""
 
 
 def run(args: QuickstartArgs) -> None:
@@ -155,7 +155,7 @@ def latest(run: str) -> str:
 
 
 def activation() -> str:
-    """The line that activates this virtual environment; empty where it is active or there is none."""
+    """The line that activates this virtual environment; empty if it is active or missing."""
     python = shutil.which("python")
     folder = Path(sys.prefix, "Scripts" if os.name == "nt" else "bin")
     active = python is not None and os.path.samefile(Path(python).parent, folder)

@@ -60,19 +60,19 @@ class ReflectRLArgs(TrainArgs, EvalArgs, StartArgs, ActingArgs, RolloutServerArg
     """Online reinforcement learning in a text environment, with or without a reflector."""
 
     experiment_name: str = "reflect-rl"
-    """Name of the folder below `log_dir` that collects the runs of one algorithm."""
+    """Folder below `log_dir` for the runs of one algorithm."""
     env: str = "dangerous_taxi"
     """Environment: dangerous_taxi, auto_explore, alfworld, or your own `package.module:Class`."""
     env_options: list[str] = flag([], split=pairs, check=check_option)
     """Options of the environment as name=value, such as pickup_bonus=1."""
     horizon: int | None = at_least(1, None, show="rarely")
-    """Maximum steps of an episode; the environment's own limit when not given."""
+    """Maximum steps of an episode. Default: the environment's limit."""
     reflect_experiment_dir: str | None = flag(None, check=check_model_exists)
     """Experiment dir or checkpoint of the reflector; without it the policy acts alone."""
     trainer: Literal["pg", "ppo"] = flag("pg", excludes={"lr_scheduler_type": ("linear", "cosine")})
     """Policy gradient with one step an iteration, or PPO."""
     max_steps: int | None = None
-    """Iterations; when not given, `epochs` passes over the training starts."""
+    """Number of iterations. Default: `epochs` passes over the training starts."""
     rollout_size: int = at_least(1, 64)
     """Episodes per iteration and device."""
     num_envs: int = at_least(1, 64, show="rarely")
@@ -80,11 +80,11 @@ class ReflectRLArgs(TrainArgs, EvalArgs, StartArgs, ActingArgs, RolloutServerArg
     rollout_mini_batch_size: int = at_least(1, 64, show="rarely")
     """Maximum prompts per forward pass while playing, and slots of the reflector's generation engine."""
     num_generations: int = at_least(1, 1, excludes={"use_critic": True})
-    """K, episodes from the same start; above 1 advantages are normalised in a group, and whitening is switched off."""
+    """Episodes per start (K); above 1, advantages are normalised within groups instead of whitened."""
     use_critic: bool = False
     """Subtract a critic's value of the state from the return."""
     shared_critic: bool = flag(False, needs={"use_critic": True}, show="rarely")
-    """Make the critic a linear head on the policy's last hidden state instead of a model of its own."""
+    """Make the critic a linear head on the policy's last hidden state instead of a separate model."""
     gae_gamma: float = between(0, 1, 1.0, show="rarely")
     """Discount per decision."""
     gae_lambd: float = between(0, 1, 1.0, needs={"use_critic": True}, show="rarely")
@@ -98,7 +98,7 @@ class ReflectRLArgs(TrainArgs, EvalArgs, StartArgs, ActingArgs, RolloutServerArg
     lr_scheduler_type: Literal["constant", "constant_with_warmup", "linear", "cosine"] = "constant"
     """Learning-rate schedule of policy and critic, by its name in `transformers.get_scheduler`."""
     mini_batch_size: int = 512
-    """Decisions per optimiser step and device, for ppo; pg takes all of an iteration."""
+    """Decisions per optimiser step and device, for ppo; pg takes a whole iteration."""
     micro_batch_size: int = 64
     """Decisions per forward and backward pass; smaller saves memory and never changes a gradient."""
     ppo_epochs: int = at_least(1, 3)
@@ -106,13 +106,13 @@ class ReflectRLArgs(TrainArgs, EvalArgs, StartArgs, ActingArgs, RolloutServerArg
     clip_coeff: float = positive(0.1)
     """Clip range of the probability ratio, for ppo."""
     entropy_coeff: float = at_least(0, 0.0, show="rarely")
-    """Weight of the entropy of the choice in the loss; it enters no reward and no metric."""
+    """Weight of the entropy bonus in the loss; it is not part of rewards or metrics."""
     init_kl_coeff: float = at_least(0, 0.0)
-    """Weight of the log-ratio to the starting policy, subtracted from each reward before advantages are estimated."""
+    """Weight of the log-ratio to the initial policy, subtracted from each reward before advantages are estimated."""
     disable_dropout: bool = True
     """Set the probability of every dropout module to 0."""
     replay_buffer_size: int = at_least(0, 0, excludes={"devices": ..., "num_nodes": ...}, show="rarely")
-    """Past successful episodes to keep; each iteration replays as many of them as it plays. 0 keeps none."""
+    """Size of the replay buffer of successful episodes; each iteration replays as many as it plays. 0 disables it."""
     replay_importance: bool = flag(True, show="rarely")
     """Weight a replayed decision by the ratio of its probabilities now and when played, at most 2; otherwise by 1."""
     levels: list[str] = flag([], excludes={"stages": ...})
@@ -120,9 +120,9 @@ class ReflectRLArgs(TrainArgs, EvalArgs, StartArgs, ActingArgs, RolloutServerArg
     stages: str | None = flag(None, check=curriculum.split_stages)
     """Curriculum, each stage for an equal share of the iterations: "a; b+c". "a/1" ends episodes after one decision."""
     leaveout_prob: float = between(0, 1, 0.0, show="rarely")
-    """Share of an episode's distractors that is hidden in training, in environments that support it."""
+    """Fraction of an episode's distractors to hide in training, in environments that support it."""
     eval_interval: int = 20
-    """Iterations between evaluations on validation starts; 0 switches them off."""
+    """Iterations between evaluations on validation starts; 0 disables them."""
     eval_iters: int | None = 1
     """Batches of `num_envs` validation episodes per evaluation, divided evenly among levels; null takes all starts."""
     save_interval: int = 50

@@ -56,9 +56,9 @@ class RegressionArgs(TrainArgs, DataArgs, StartArgs, SamplingArgs):
     """REFUEL's loss."""
 
     loss_type: Literal["refuel", "dpo"] = "refuel"
-    """Regress the difference of scores (refuel), or learn only which side scores higher (multi-turn dpo)."""
+    """Regress on the score difference (refuel), or learn only which side scores higher (multi-turn dpo)."""
     eta: float = positive(1.0)
-    """Factor on the difference of scores: how far the policy moves per unit of score."""
+    """Scale of the score difference: how far the policy moves per unit of score."""
     beta: float = positive(0.1)
     """Temperature of the implicit reward of `--loss_type dpo`."""
     temperature: float = 0.8
@@ -66,9 +66,9 @@ class RegressionArgs(TrainArgs, DataArgs, StartArgs, SamplingArgs):
     learning_rate: float = positive(3e-7)
     """Peak learning rate."""
     optimizer_eps: float = 1e-8
-    """Added to the denominator of the optimiser's step."""
+    """Term added to the optimiser's denominator."""
     lr_warmup_ratio: float | None = 0.1
-    """Share of all steps for a linear warm-up from 0."""
+    """Fraction of all steps for a linear warm-up from 0."""
     disable_dropout: bool = True
     """Set the probability of every dropout module to 0."""
 
@@ -81,7 +81,7 @@ class RefuelArgs(RegressionArgs, EvalArgs):
     """Multi-turn RLHF by regression on relative futures, from pairs of dialogues."""
 
     experiment_name: str = "rlhf-refuel"
-    """Name of the folder below `log_dir` that collects the runs of one algorithm."""
+    """Folder below `log_dir` for the runs of one algorithm."""
 
 
 # ------------------------------------------------------------------------------------------------------------- loss

@@ -58,16 +58,16 @@ MOST_FOR_STATISTICS = 256  # training pairs whose scores are standardised by, wh
 
 @dataclass(frozen=True, kw_only=True)
 class RMArgs(TrainArgs, DataSetsArgs, EvalArgs, StartArgs, TensorParallelArgs):
-    """Reward modelling on preference pairs."""
+    """Train a reward model on preference pairs."""
 
     experiment_name: str = "rlhf-reward-modelling"
     """Folder below `log_dir` for the runs of one algorithm."""
     learning_rate: float = positive(1e-4)
     """Peak learning rate."""
     lr_warmup_ratio: float | None = 0.03
-    """Share of all steps for a linear warm-up from 0."""
+    """Fraction of all steps for a linear warm-up from 0."""
     loss_type: Literal["per_sample", "last_token", "average", "pair"] = "last_token"
-    """Scores compared: token by token, the last ones, their means, or one of a model that reads both responses."""
+    """Scores to compare: per token, at the last token, their mean, or one from a model that reads both responses."""
 
 
 # ---------------------------------------------------------------------------------------------------------- losses
@@ -179,7 +179,7 @@ def load_comparisons(args: RMArgs, given: Given | None, tokenizer: PreTrainedTok
             raise
     if not validation:
         validation = [row for one in sets for row in one][:MOST_FOR_STATISTICS]
-        notes = [f"no validation pairs were given: the first {len(validation)} training pairs take their place"]
+        notes = [f"no validation pairs: using the first {len(validation)} training pairs instead"]
     if args.loss_type == "pair":
         sets, validation = [pair_rows(tokenizer, one) for one in sets], pair_rows(tokenizer, validation)
     return Splits(sets, validation, notes)

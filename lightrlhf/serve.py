@@ -1,8 +1,8 @@
 """Serve a checkpoint over HTTP: to a trainer that samples there, or to any program that speaks OpenAI's routes.
 
 `python -m lightrlhf.serve DIR` starts vLLM where it is installed, with the flags that training needs, else the
-library's own engine behind the same routes. It listens on the loopback and asks for a key: that of OPENAI_API_KEY, else
-one that is made and printed. Prompts may be token ids, ids and log-probabilities at the temperature come back, and the
+library's own engine behind the same routes. It listens on the loopback and asks for a key: OPENAI_API_KEY, else a
+new one, which is printed. Prompts may be token ids, ids and log-probabilities at the temperature come back, and the
 weights can be replaced while it runs.
 
 Left out: several models at a time, encryption, and several devices with our own engine.
@@ -44,7 +44,7 @@ READY = "serving"  # first word of the line that is printed once requests are an
 def check_host(host: str, flag: str) -> None:
     """Raises: ValueError for an address that others reach, unless there is a key."""
     if host not in LOOPBACK and not os.environ.get(KEY, "").strip():
-        raise ValueError(f"{flag} {host} lets others in; set a key in {KEY}, or use 127.0.0.1")
+        raise ValueError(f"{flag} {host} is reachable by others; set a key in {KEY}, or use 127.0.0.1")
 
 
 def check_text(text: str, flag: str) -> None:
@@ -68,31 +68,31 @@ class ServeArgs(Args):
     model_name: str = flag(show="first", positional=True)
     """Experiment dir, checkpoint, folder or hub name of the model; may be given without its flag."""
     engine: Literal["auto", "vllm", "lightrlhf"] = "auto"
-    """What samples; auto: vLLM where it is installed, else the library's own engine."""
+    """Engine that samples; auto: vLLM if installed, else the library's own engine."""
     python: str | None = flag(None, excludes={"engine": "lightrlhf"})
-    """Interpreter of another environment in which vLLM is installed."""
+    """Python interpreter of another environment that has vLLM."""
     host: str = flag("127.0.0.1", check=check_host)
-    """Address to serve on; another one than the loopback requires a key in OPENAI_API_KEY and our own engine."""
+    """Address to listen on; a non-loopback address requires a key in OPENAI_API_KEY and our own engine."""
     port: int = between(0, 65535, 8000)
-    """Port to serve on; 0: one that the system chooses, with our own engine."""
+    """Port to listen on; 0: a free port, with our own engine."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Numbers to compute in: float32 for a run with `precision` 32-true, else bfloat16 or float16, as that says."""
+    """Dtype of the computation: float32 for a run with `precision` 32-true, else bfloat16 or float16 to match."""
     served_model_name: str | None = flag(None, check=check_text, show="rarely")
-    """Name by which requests call the model; `model_name` as it was given when not set."""
+    """Model name in requests. Default: `model_name` as given."""
     rollout_mini_batch_size: int = at_least(1, 64)
     """Slots of our own engine: rows decoded at a time."""
     accelerator: str = flag("auto", check=find_device)
     """cpu, cuda, mps, or auto (a GPU if there is one), of our own engine."""
     enable_lora: bool = False
-    """Let vLLM load adapters while they run, as a trainer with adapters needs; our own engine always does."""
+    """Let vLLM load adapters at run time, as training with adapters needs; our own engine always does."""
     max_lora_rank: int = at_least(1, 64, show="rarely")
-    """Largest rank of those adapters."""
+    """Maximum rank of the adapters."""
     engine_flags: str = flag("", check=check_words, excludes={"engine": "lightrlhf"})
-    """Further flags of vLLM as it spells them, such as --engine_flags="--max-model-len 4096"."""
+    """Extra flags for vLLM, such as --engine_flags="--max-model-len 4096"."""
     trust_remote_code: bool = flag(False, show="rarely")
-    """Let a model run the code of its own repository."""
+    """Allow a model to run code from its repository."""
     print_command: bool = False
-    """Only print the command that starts vLLM."""
+    """Only print the vLLM command."""
 
 
 def run(args: ServeArgs) -> None:
@@ -106,9 +106,9 @@ def run(args: ServeArgs) -> None:
         run_own(args, source)
         return
     if args.host not in LOOPBACK:
-        raise UsageError(f"--host {args.host}: routes of {engine} that change weights ask for no key; use 127.0.0.1")
+        raise UsageError(f"--host {args.host}: {engine} changes weights without asking for a key; use 127.0.0.1")
     if args.port == 0:
-        raise UsageError(f"--port 0: {engine} needs the number of a port; give one such as 8000")
+        raise UsageError(f"--port 0: {engine} needs a fixed port; give one such as 8000")
     launch = Launch(
         python=args.python or sys.executable,
         model=str(Path(source).resolve()) if Path(source).is_dir() else source,
@@ -164,10 +164,10 @@ def load_engine(args: ServeArgs, source: str) -> Engine:
 
 
 def find_key() -> str:
-    """The key of OPENAI_API_KEY, else a new one, which is printed. Raises: UsageError for one that no header takes."""
+    """OPENAI_API_KEY, else a new key, which is printed. Raises: UsageError for one that is not valid in a header."""
     key = os.environ.get(KEY, "").strip()
     if key and not (key.isascii() and key.isprintable()):
-        raise UsageError(f"{KEY} has characters that no key has; set it again")
+        raise UsageError(f"{KEY} has characters that are not allowed in an HTTP header; set it again")
     if not key:
         key = secrets.token_urlsafe(32)
         print(f"key: export {KEY}={key}", flush=True)

@@ -45,11 +45,11 @@ class SFTArgs(TrainArgs, DataSetsArgs, EvalArgs, ModelArgs, RolloutLogArgs, Tens
     learning_rate: float = positive(1e-4)
     """Peak learning rate."""
     lr_warmup_ratio: float | None = 0.03
-    """Share of all steps for a linear warm-up from 0."""
+    """Fraction of all steps for a linear warm-up from 0."""
     use_targets: bool = True
-    """Loss on the response alone, otherwise on the whole text."""
+    """Compute the loss on the response only, otherwise on the whole text."""
     label_smoothing: float = at_least(0, 0.0, below=1, show="rarely")
-    """Probability mass of each target that is spread evenly over the vocabulary."""
+    """Label smoothing: probability mass spread evenly over the vocabulary."""
 
 
 def sft_loss(stats: TokenStats, action_mask: Tensor, label_smoothing: float = 0.0) -> Tensor:

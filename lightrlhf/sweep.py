@@ -55,7 +55,7 @@ class SweepArgs(Args):
     sweep_file: str = flag(show="first", positional=True)
     """YAML file with program, flags, grid, seeds and metric; may be given without its flag."""
     output_dir: str | None = None
-    """Folder of all runs and results; `logs/sweeps/` and the file's name when not given."""
+    """Folder of all runs and results. Default: `logs/sweeps/` plus the file's name."""
 
 
 class Planned(NamedTuple):
@@ -68,7 +68,7 @@ class Planned(NamedTuple):
 
 
 def run(args: SweepArgs) -> list[dict[str, Any]]:
-    """Train what is left of a sweep; returns one row of results per combination, best first.
+    """Train the remaining runs of a sweep; returns one row of results per combination, best first.
 
     Raises: UsageError, before anything is trained, for an invalid file or a folder of other settings; RunFailure when
         runs have failed, after the others and the table, or when the metric is not logged; Terminated when none has
@@ -90,15 +90,15 @@ def run(args: SweepArgs) -> list[dict[str, Any]]:
         results = summarise(sweep, own)
         show(sweep, results)
         if others := len(rows) - len(own):
-            print(f"note: {others} runs in {folder} have values that the file no longer has; they are left out")
+            print(f"note: {others} runs in {folder} have values that are no longer in the file; they are left out")
         print(f"wrote {folder / RESULTS}")
         if any(one["seeds"] for one in results):
             draw(sweep, own, results, folder)
             print(f"wrote {folder / PICTURE}")
     if failed := [row["run"] for row in own if row["status"] == "failed"]:
         raise RunFailure(
-            f"{len(failed)} of {len(own)} runs failed: {', '.join(failed)}; the .log next to each in {folder} says "
-            "why, the same command tries them again"
+            f"{len(failed)} of {len(own)} runs failed: {', '.join(failed)}; see the .log next to each in {folder}; "
+            "the same command retries them"
         )
     if stopped := [row["run"] for row in own if row["status"] == "interrupted"]:
         names = ", ".join(stopped)
@@ -116,7 +116,7 @@ def check_settings(sweep: Sweep, planned: Sequence[Planned], folder: Path) -> No
     """
     names = sorted(path.name for path in folder.iterdir() if path.name != LOCK)
     if names and not any(name.startswith(RESULTS) for name in names):
-        raise UsageError(f"--output_dir {folder} holds no sweep but {names[0]}; name another folder")
+        raise UsageError(f"--output_dir {folder} contains {names[0]}, not a sweep; name another folder")
     by_folder = {one.folder: to_dict(one.args) for one in planned}
     everyone = list(by_folder.values())
     swept = sweep.combinations[0].values.keys() | differences(everyone).keys()
@@ -127,7 +127,7 @@ def check_settings(sweep: Sweep, planned: Sequence[Planned], folder: Path) -> No
             if name not in {*OWN, *NO_SETTINGS} - {"seed"} and before[name] != value:
                 raise UsageError(
                     f"{path.parent} was trained with {name} {text_of(before[name])}, now it is {text_of(value)}; "
-                    "name another --output_dir, or put the value back"
+                    "name another --output_dir, or restore the value"
                 )
 
 

@@ -1,6 +1,6 @@
-"""Addresses of servers that flags name.
+"""Checks of server addresses given by flags.
 
-Left out: whether anything answers there.
+Left out: whether a server answers there.
 """
 
 from __future__ import annotations

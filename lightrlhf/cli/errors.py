@@ -22,12 +22,12 @@ from typing import Any
 
 from lightrlhf.cli.packages import missing_line
 
-# what to do about a disk that cannot be written, by errno
+# remedies for a failed write, by errno
 WRITE_REMEDIES = {
     errno.ENOSPC: "free space there",
-    errno.EDQUOT: "free space there or have the quota raised",
+    errno.EDQUOT: "free space there or raise the quota",
     errno.EROFS: "mount it for writing or name another place",
-    errno.EIO: "look after the disk (the kernel's log names it) or name another place",
+    errno.EIO: "check the disk (the kernel's log names it) or name another place",
     errno.EFBIG: "raise the limit on file sizes (ulimit -f)",
     errno.EMFILE: "raise the limit on open files (ulimit -n)",
     errno.ENFILE: "raise the limit on open files (sysctl fs.file-max)",
@@ -55,7 +55,7 @@ class RunFailure(UsageError):
 
 
 class NotFinite(RunFailure):
-    """Logits that are not finite, in sampling.
+    """Logits were not finite while sampling.
 
     indices: positions of the prompts in the call; rows: their row numbers in the data, where known.
     """
@@ -66,7 +66,7 @@ class NotFinite(RunFailure):
 
 
 class ServersGone(RunFailure):
-    """No server can go on; `run.phase` saves a checkpoint then."""
+    """All servers failed; `run.phase` saves a checkpoint."""
 
 
 class StopTraining(Exception):
@@ -81,7 +81,7 @@ def first_line(problem: BaseException) -> str:
 def read_problem(problem: BaseException) -> str:
     """Why a file of weights cannot be read, in one line."""
     if isinstance(problem, UnpicklingError):  # its message recommends loading the file anyway
-        return "it is a pickle with more than tensors in it, which might run code"
+        return "it is a pickle that holds more than tensors and might run code"
     if isinstance(problem, LookupError | AttributeError | TypeError):  # their messages describe the reader's code
         return f"it is damaged ({type(problem).__name__})"
     return first_line(problem)
@@ -94,19 +94,19 @@ def list_names(names: Iterable[str]) -> str:
 
 
 def write_problem(problem: BaseException) -> str | None:
-    """Why a write failed and what to do about it, in words; None if the exception is not of a failed write."""
+    """Why a write failed and what to do about it; None if the exception is not about a failed write."""
     for one in _causes(problem):
         found = FOREIGN_ERRNO.search(str(one))
         number = one.errno if isinstance(one, OSError) and one.errno else int(found[1]) if found else None
         if number in WRITE_REMEDIES:
             return f"{os.strerror(number)}; {WRITE_REMEDIES[number]}"
         if isinstance(one, RuntimeError) and any(name in str(one) for name in TORCH_WRITERS):
-            return "torch's writer failed, as it does on a full disk; free space there"
+            return "torch could not write the file, perhaps because the disk is full; free space there"
     return None
 
 
 def _causes(problem: BaseException | None) -> Iterator[BaseException]:
-    """An exception and those it was raised from."""
+    """An exception and its causes."""
     while problem is not None:
         yield problem
         hidden = problem.__suppress_context__  # raised `from` another, or from None
@@ -140,7 +140,7 @@ def one_line_errors(main: Callable[..., Any]) -> Callable[..., Any]:
                 raise
             names = (getattr(one, "filename", None) for one in _causes(problem))
             where = next((f"{name}: " for name in names if name), "")
-            is_given = isinstance(problem, OSError) and problem.errno == errno.ENAMETOOLONG  # only a user's is so long
+            is_given = isinstance(problem, OSError) and problem.errno == errno.ENAMETOOLONG  # a user's
             with suppress(OSError):
                 print(f"error: {where}{reason}{'' if is_given else ', then run this again'}", file=sys.stderr)
             sys.exit((UsageError if is_given else RunFailure).exit_status)
@@ -152,7 +152,7 @@ def one_line_errors(main: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _printed(main: Callable[..., Any], argv: list[str] | None) -> Any:
-    """What `main` returns; what it has printed is written here, where an error is caught, not at Python's own end."""
+    """Call `main` and flush its output here, where an error is caught, not at interpreter exit."""
     try:
         result = main(argv)
     except SystemExit:  # of --help
@@ -163,14 +163,14 @@ def _printed(main: Callable[..., Any], argv: list[str] | None) -> Any:
 
 
 def _pipes_closed() -> bool:
-    """Whether the readers of standard output or error are gone; what these still hold is lost then."""
+    """Whether standard output or error has lost its reader; buffered text is then lost."""
     closed = []
     if not hasattr(select, "poll"):  # on Windows, where a write to a closed pipe raises another error
         return False
     for stream in filter(None, (sys.stdout, sys.stderr)):
         poll = select.poll()
         with suppress(OSError):  # a stream without a file descriptor, as in a test
-            poll.register(stream.fileno(), 0)  # of errors alone
+            poll.register(stream.fileno(), 0)  # only errors are printed there
         closed += [number for number, _ in poll.poll(0)]
     for number in closed:  # Python writes what is left at its end
         os.dup2(os.open(os.devnull, os.O_WRONLY), number)

@@ -41,7 +41,7 @@ class Bounds:
         )
 
     def __str__(self) -> str:
-        """What a number must do."""
+        """The range in words, such as `be at least 1`."""
         low = f"[{self.least}" if self.above is None else f"({self.above}"
         high = f"{self.most}]" if self.below is None else f"{self.below})"
         if self.most is None and self.below is None:
@@ -57,15 +57,15 @@ class Options(TypedDict, total=False):
     unique: bool  # no item of the list twice
     check: Callable[[Any, str], object]  # called with a value that is not None, and `--name`
     packages: Mapping[Any, str]  # the package that a value needs
-    when: Any  # the value, or values, that `needs` and `excludes` are about; any but the default if absent
+    when: Any  # the value or values to which `needs` and `excludes` apply; default: any non-default value
     needs: str | Mapping[str, Any]  # another flag that must be given, or values of others; `...`: any but the default
     excludes: Mapping[str, Any]  # values of other flags, each one or several; `...`: any but the default
     split: Callable[[str], list[str]]  # items in a word of a list, see `cli.lists`
     show: Literal["first", "rarely"]  # `--help` shows the flag first, or leaves it to `--help_all`
-    required: str | None  # one of the flags with this text must be given, or from Python the object of this name
-    positional: bool  # a first word that is no flag is its value
+    required: str | None  # one of the flags with this text is required, or from Python the object of this name
+    positional: bool  # may be given as the first, positional word
     once: bool  # a resumed run does not inherit it
-    drops: str  # typed, it takes the place of this stored flag
+    drops: str  # on the command line it replaces this stored flag
 
 
 def flag(default: T = REQUIRED, bounds: Bounds | None = None, **options: Unpack[Options]) -> T:
@@ -117,7 +117,7 @@ class Args:
         self._call_each("_check")
 
     def _call_each(self, name: str, *values: object) -> None:
-        """Call a method of each class that has one of its own, bases first."""
+        """Call the method of each class that defines one, bases first."""
         for owner in reversed(type(self).__mro__):
             if name in vars(owner):
                 vars(owner)[name](self, *values)
@@ -226,7 +226,7 @@ def check_fields(args: Any) -> None:
 
 
 def check_args(args: Any, args_class: type[Args], given: Mapping[str, object] | None = None) -> None:
-    """Check what a program is called with, before it loads anything.
+    """Check a program's arguments before it loads anything.
 
     given: the objects that from Python replace what flags would load, None where not given.
     Raises: UsageError when the arguments are another program's, lack what is required, or do not go with the objects.

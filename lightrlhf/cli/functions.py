@@ -60,13 +60,13 @@ def split_path(path: str) -> tuple[str, str]:
     if not place.is_file():
         raise ImportError(f"{file} does not exist")
     if not module.isidentifier():
-        raise ImportError(f"{file} is no name of a module; rename it, with letters, digits and underscores")
+        raise ImportError(f"{file} is not a valid module name; rename it, with letters, digits and underscores")
     if str(place.parent) not in sys.path:
         sys.path.append(str(place.parent))
         importlib.invalidate_caches()
     found = find_spec(module)
     if found is None or found.origin is None or Path(found.origin).resolve() != place:
-        raise ImportError(f"{module} is the name of another module, too; rename {file}")
+        raise ImportError(f"{module} is also the name of another module; rename {file}")
     return module, name
 
 
@@ -93,5 +93,5 @@ def parameters_of(function: Any) -> list[inspect.Parameter] | None:
 
 
 def scores_one(function: Any) -> bool:
-    """Whether it has the parameters of verl's `compute_score`, which is called for each response."""
+    """Whether it has the signature of verl's `compute_score`, called once per response."""
     return set(VERL) <= {parameter.name for parameter in parameters_of(function) or []}

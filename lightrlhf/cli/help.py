@@ -67,7 +67,7 @@ def _tree(file: str) -> dict[str, list[ast.stmt]]:
 
 
 def grouped(args_class: Any) -> dict[type, list[str]]:
-    """Flags by the class that declares them first: the program's own, then its inputs, then its bases'."""
+    """Flags by the class that first declares them: the program's, then its inputs', then its bases'."""
     owners: list[Any] = [owner for owner in args_class.__mro__ if dataclasses.is_dataclass(owner)]
     groups: dict[Any, list[str]] = {owner: [] for owner in owners}
     by_title: dict[str, Any] = {}
@@ -85,7 +85,7 @@ def first_line(owner: type) -> str:
 
 
 def kind_of(hint: Any) -> str:
-    """The word for a value of this type."""
+    """The name of a type in help."""
     if get_origin(hint) in (Union, types.UnionType):
         hint = next(part for part in get_args(hint) if part is not type(None))
     if get_origin(hint) is Literal:
@@ -96,7 +96,7 @@ def kind_of(hint: Any) -> str:
 
 
 def state_of(flags: dict[str, Flag], name: str) -> str:
-    """Default of a flag, or that it must be given."""
+    """Default of a flag, or `required`."""
     if what := flags[name].options.get("required"):
         is_one_of = [one.options.get("required") for one in flags.values()].count(what) > 1
         return "[one is required]" if is_one_of else "[required]"

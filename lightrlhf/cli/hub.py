@@ -8,25 +8,25 @@ from pathlib import Path
 from lightrlhf.cli.errors import UsageError
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-GGUF, PACKAGE = ".gguf", "package:"  # how a name of a model file ends, and of a package that has one begins
+GGUF, PACKAGE = ".gguf", "package:"  # suffix of a model file, prefix of a package with one
 
 
 def is_gguf(name: str) -> bool:
-    """Whether a model's name stands for a GGUF file, or a package that has one."""
+    """Whether a model name is a GGUF file, or a package that contains one."""
     return name.lower().endswith(GGUF) or name.startswith(PACKAGE)
 
 
 def is_on_hub(name: str) -> bool:
-    """Whether a name is one of the hub, by its form."""
+    """Whether a name has the form of a hub name."""
     return bool(HUB_ID.fullmatch(name)) and not Path(name).exists()
 
 
 def check_repository(name: str, flag: str = "--push_to_hub") -> None:
-    """Look for what a push to the hub needs before hours of work. Raises: UsageError for a wrong name or no token."""
+    """Check before training that a push to the hub can work. Raises: UsageError for a wrong name or no token."""
     from huggingface_hub import get_token
 
     if not HUB_ID.fullmatch(name):
         raise UsageError(f"{flag} {name} is not a name of the form OWNER/NAME")
     if get_token() is None:
         remedy = f"log in by `hf auth login`, set HF_TOKEN, or leave {flag} out"
-        raise UsageError(f"{flag} {name}: no access token of the Hugging Face hub was found; {remedy}")
+        raise UsageError(f"{flag} {name}: no Hugging Face access token was found; {remedy}")

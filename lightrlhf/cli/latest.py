@@ -1,4 +1,4 @@
-"""`latest`: the link next to the runs of one algorithm and data, to the one that was begun last.
+"""`latest`: a link to the newest run of an algorithm and data, next to its runs.
 
 A path through it means the run that it links to when a program starts: arguments, labels and model cards hold that
 run's own name, so a later run changes nothing of them.
@@ -19,7 +19,7 @@ def follow_latest(path: str) -> str:
         link = Path(*parts[: place + 1])
         if part == LATEST and link.is_symlink():
             run = os.readlink(link)
-            if Path(run).name == run:  # a neighbour; other links are not ours
+            if Path(run).name == run:  # a sibling folder; other links are not ours
                 return str(Path(link.parent, run, *parts[place + 1 :]))
     return path
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 
 def names(word: str) -> list[str]:
-    """The items in one word of a list flag: those between commas."""
+    """The comma-separated items in one word of a list flag."""
     return word.split(",")
 
 
@@ -68,7 +68,7 @@ def items_of(words: list[str], split: Callable[[str], list[str]]) -> list[str]:
     if in_brackets:
         words = [text[1:-1]]
     items = []
-    for word in words:  # an empty one stays, to be refused
+    for word in words:  # kept if empty, so that it is refused
         items += [_unquoted(item) for item in split(word) if item.strip()] or [word]
     return items
 

@@ -58,7 +58,7 @@ ANSWERS: dict[str, tuple[str, ...]] = {
     "num_iterations": ("--ppo_epochs",),
     "steps_per_generation": (GROUPS,),
     "generation_batch_size": (GROUPS,),
-    "use_bias_correction_kl": ("the gradient is the KL's on samples of an earlier policy too",),
+    "use_bias_correction_kl": ("the KL's gradient is correct on samples of an earlier policy too",),
     "epsilon": ("--clip_coeff",),
     "epsilon_high": ("--clip_coeff_high",),
     "delta": ("--dual_clip",),
@@ -174,13 +174,13 @@ def expand_alias(flag: str, flags: Container[str]) -> str:
 
 
 def not_one_of(name: str, value: object, choices: str) -> str:
-    """The error for a value that is not among a flag's choices, with the answer to one that another program has."""
+    """The error for an invalid choice; a value that another program accepts gets its answer."""
     other = VALUES.get(f"--{name} {value}")
     return f"--{name} {value} is not one of {choices}" + (f"; {other}" if other else "")
 
 
 def answer(name: str, flags: set[str]) -> str:
-    """The answer to another library's name for a flag in a program with these flags; "" if there is none."""
+    """The answer to another library's flag name in a program with these flags; "" if unknown."""
     answers = ANSWERS.get(name.replace("-", "_"), ())
     fits = (text for text in answers if "lightrlhf." in text or flags.issuperset(flags_in(text)))
     return next(fits, "")

@@ -1,7 +1,7 @@
 """Packages that are not installed: one line each, with the extra of `setup.py` that brings an optional one.
 
-A program asks for an optional package by `check_package` before it loads a model. A required one is missing from a
-broken installation alone: `one_line_errors` prints `missing_line` where a function imports it, and `print_missing`
+A program asks for an optional package by `check_package` before it loads a model. A required one is missing only from
+a broken installation: `one_line_errors` prints `missing_line` where a function imports it, and `print_missing`
 where the imports at the top of a program do, before there is a `main` that could.
 
 Left out: versions (`lightrlhf doctor` compares them), and packages that a user's own functions import.
@@ -60,7 +60,7 @@ def missing_line(problem: BaseException | None) -> str | None:
     Also for an import that found no folder for temporary files, which packages that torch imports need.
     """
     if isinstance(problem, FileNotFoundError) and "No usable temporary directory" in str(problem):
-        return "no folder for temporary files can be written; set TMPDIR to one that can"
+        return "no folder for temporary files is writable; set TMPDIR to one that is"
     name = problem.name if isinstance(problem, ModuleNotFoundError) else None
     package = (name or "").partition(".")[0]
     required = _required()

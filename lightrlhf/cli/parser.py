@@ -106,7 +106,7 @@ def _is_bool(flag: Flag | None) -> bool:
 
 
 def check_spelling(args_class: type, words: list[str]) -> None:
-    """Raises: UsageError for a number that YAML or Python would read in a way of their own.
+    """Raises: UsageError for a number that YAML or Python would read differently.
 
     010 is eight, 0x10 sixteen, 1:30 ninety and 1_000 a thousand to one of them; no flag means it so.
     """
@@ -123,7 +123,7 @@ def check_spelling(args_class: type, words: list[str]) -> None:
         if spelling is not None and not empty and not spelling.fullmatch(value.strip().lower()):
             raise UsageError(f"{flag} {value if value.strip() else repr(value)} is not {KINDS[kinds[0].__name__]}")
         if spelling is FLOAT and LONG.match(value.strip()):
-            raise UsageError(f"{flag} {value} has more digits than are read exactly; write it as in 1e30")
+            raise UsageError(f"{flag} {value} has too many digits to be read exactly; write it as in 1e30")
 
 
 def to_dict(args: Any) -> dict[str, Any]:
@@ -169,15 +169,15 @@ def _stored_args(args_class: type, directory: str) -> dict[str, Any]:
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise UsageError(f"--resume_from {directory} is no experiment dir: it has no args.json") from None
+        raise UsageError(f"--resume_from {directory} is not an experiment dir: it has no args.json") from None
     except (OSError, ValueError, RecursionError) as problem:
         raise UsageError(f"--resume_from {directory}: cannot read {path}: {first_line(problem)}") from None
     if not isinstance(stored, dict):
-        raise UsageError(f"--resume_from {directory}: {path} holds no arguments")
+        raise UsageError(f"--resume_from {directory}: {path} contains no arguments")
     if given := stored.get("given"):
         raise UsageError(
-            f"--resume_from {directory} was started from Python with its own {', '.join(given)}; "
-            "resume it there with the same ones"
+            f"--resume_from {directory} was started from Python with custom {', '.join(given)}; "
+            "resume it from Python with the same objects"
         )
     once = {name for name, one in declared_flags(args_class).items() if one.options.get("once")}
     values = {name: value for name, value in flags_of(stored).items() if name not in once}

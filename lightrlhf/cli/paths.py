@@ -16,4 +16,4 @@ def check_folder(path: str, flag: str) -> None:
 def check_file(path: str, flag: str) -> None:
     """Raises: ValueError, one line that names the flag, when a file does not exist."""
     if not Path(path).is_file():
-        raise ValueError(f"{flag} {path} {'is no file' if Path(path).exists() else 'does not exist'}")
+        raise ValueError(f"{flag} {path} {'is not a file' if Path(path).exists() else 'does not exist'}")

@@ -1,6 +1,6 @@
-"""How long a program waits for others, in seconds; an environment variable changes each limit.
+"""Timeouts in seconds, each set by an environment variable.
 
-They are no flags, since no run learns anything else by them.
+They are not flags, since they do not change what a run learns.
 """
 
 from __future__ import annotations

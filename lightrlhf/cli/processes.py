@@ -1,4 +1,4 @@
-"""Processes that a program starts for a part of its work.
+"""Worker processes of a program.
 
 Left out: other systems than Linux, where a hung process of a killed program stays.
 """
@@ -15,9 +15,9 @@ PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
 
 def end_with_parent(parent: int | None = None) -> None:
-    """Let this process be killed when the one that started it ends, in whatever way.
+    """Have this process killed when its parent ends, in whatever way.
 
-    parent: process id of that one, where `multiprocessing` does not know it.
+    parent: the parent's process id, where `multiprocessing` does not know it.
     """
     if sys.platform != "linux":
         return

@@ -1,4 +1,4 @@
-"""Flags that files hold: `--config` files, read strictly, and the `args.json` of runs."""
+"""Flags stored in files: `--config` files, read strictly, and the `args.json` of runs."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def config_as_json(args_class: Any, word: str, before: str) -> str:
 
 
 def hint(name: str, flags: set[str]) -> str:
-    """The end of an error on an unknown flag, or "": what another library's name is here, or the nearest flag.
+    """The hint after an unknown flag, or "": our flag for another library's name, or the nearest flag.
 
     And the programs of this library that have the flag, or one with more words where this program has none like it.
     """
@@ -74,7 +74,7 @@ def flags_of_programs() -> dict[str, list[str]]:
 
 
 def nearest(typo: str, names: set[str]) -> str:
-    """A name of nearly the same letters, else the shortest one with more words; "" if there is none."""
+    """The most similar name, else the shortest one with more words, else ""."""
     near = difflib.get_close_matches(typo, sorted(names), n=1, cutoff=0.75)
     return next(iter(near + longer(typo, names)), "")
 
@@ -90,19 +90,19 @@ def read_config(path: str, flag: str = "--config") -> dict[str, Any]:
     Raises: UsageError when it is anything else than a plain mapping of them.
 
     Anchors are refused, since a few lines of them may stand for gigabytes; so are keys given twice, and numbers that
-    YAML reads in a way of its own: 010 is eight to it, 1:30 ninety.
+    YAML reads differently: 010 as eight, 1:30 as ninety.
     """
     import yaml
 
     class Loader(yaml.SafeLoader):
         def compose_node(self, parent: Any, index: Any) -> Any:
             if self.check_event(yaml.events.AliasEvent):
-                raise yaml.YAMLError(f"line {self.peek_event().start_mark.line + 1}: aliases are not read")
+                raise yaml.YAMLError(f"line {self.peek_event().start_mark.line + 1}: aliases are not supported")
             node: Any = super().compose_node(parent, index)
             spelling = NUMBERS.get(node.tag)
             if spelling and not (spelling.fullmatch(node.value.lower()) and not LONG.match(node.value)):
                 line = node.start_mark.line + 1
-                raise yaml.YAMLError(f"line {line}: {node.value[:40]} is no plain number; quote it if it is a text")
+                raise yaml.YAMLError(f"line {line}: {node.value[:40]} is not a plain number; quote it if it is text")
             return node
 
         def construct_mapping(self, node: Any, deep: bool = False) -> Any:
@@ -113,7 +113,7 @@ def read_config(path: str, flag: str = "--config") -> dict[str, Any]:
 
     try:
         if Path(path).stat().st_size > LARGEST_CONFIG:
-            raise UsageError(f"{flag} {path} has more than {LARGEST_CONFIG:,} bytes; give a file of flags")
+            raise UsageError(f"{flag} {path} has more than {LARGEST_CONFIG:,} bytes, too many for a file of flags")
         text = Path(path).read_text(encoding="utf-8")
         if text.lstrip().startswith("{"):  # JSON may be indented by tabs, which YAML refuses; its texts hold none
             text = text.replace("\t", " ")
@@ -121,7 +121,7 @@ def read_config(path: str, flag: str = "--config") -> dict[str, Any]:
     except OSError as problem:
         raise UsageError(f"{flag} {path} cannot be read: {problem.strerror}") from None
     except UnicodeDecodeError:
-        raise UsageError(f"{flag} {path} is not a text in UTF-8") from None
+        raise UsageError(f"{flag} {path} is not UTF-8 text") from None
     except (ValueError, TypeError, RecursionError, yaml.YAMLError) as problem:
         raise UsageError(f"{flag} {path} is not YAML: {' '.join(str(problem).split())[:200]}") from None
     if not isinstance(stored, dict) or not all(isinstance(name, str) for name in stored):

@@ -57,7 +57,7 @@ class Combination(NamedTuple):
 
 
 class Sweep(NamedTuple):
-    """What a sweep file says, of which every combination and seed is valid."""
+    """A sweep file, every combination and seed of which is valid."""
 
     program: str
     metric: str
@@ -111,8 +111,8 @@ def _read(stored: Mapping[str, Any]) -> Sweep:
     program, metric = str(stored["program"]).replace("-", "_"), str(stored["metric"])
     if program not in TRAINING:
         close = difflib.get_close_matches(program, TRAINING, n=1)
-        known = f"did you mean {close[0]}?" if close else f"these are: {', '.join(TRAINING)}"
-        raise ValueError(f"program {program} is no training program; {known}")
+        known = f"did you mean {close[0]}?" if close else f"training programs: {', '.join(TRAINING)}"
+        raise ValueError(f"program {program} is not a training program; {known}")
     try:
         metric, lower_is_better = best_metric(metric)
     except ValueError:
@@ -126,7 +126,7 @@ def _read(stored: Mapping[str, Any]) -> Sweep:
         read = {name: getattr(args, name) for name in values}
         one, flags = Combination(_folder(read) or program, read, args), tuple(non_default_words(args))
         if flags in found:
-            raise ValueError(f"{one.name} is given twice, maybe in two spellings; remove one")
+            raise ValueError(f"{one.name} is given twice, perhaps in two spellings; remove one")
         found[flags] = one
     for seed in others:
         dataclasses.replace(one.args, seed=seed)  # raises ValueError
@@ -145,21 +145,21 @@ def _seeds(given: Any) -> list[int]:
 
 
 def _flags(stored: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The fixed flags, `config` first, so that the others win, and those of `grid` with their values."""
+    """The fixed flags, `config` first so that the others win, and the flags of `grid` with their values."""
     for key in ("flags", "grid"):
         if not isinstance(stored.get(key, {}), dict):
             raise ValueError(f"{key} {stored[key]} is not a mapping of flags such as `learning_rate: …`")
         for name in stored.get(key, {}):
             if name in OF_THE_SWEEP:
-                raise ValueError(f"{key}: {name} is not for a sweep file, {OF_THE_SWEEP[name]}")
+                raise ValueError(f"{key}: {name} cannot be set in a sweep file: {OF_THE_SWEEP[name]}")
     given = stored.get("flags", {}), stored.get("grid", {})
     fixed, swept = ({_own_name(name): value for name, value in flags.items()} for flags in given)
     if "grid" in stored and not swept:
-        raise ValueError("grid is empty; give flags to vary, or leave it out")
+        raise ValueError("grid is empty; list flags to vary, or remove it")
     if "config" in swept:
-        raise ValueError("config cannot be varied; give it in flags")
+        raise ValueError("config cannot be in grid; put it into flags")
     if both := sorted(fixed.keys() & swept.keys()):
-        raise ValueError(f"{both[0]} is in flags and varied as well; leave it out of flags")
+        raise ValueError(f"{both[0]} is in both flags and grid; remove it from flags")
     return {name: fixed[name] for name in sorted(fixed, key=lambda name: name != "config")}, swept
 
 
@@ -169,14 +169,14 @@ def _own_name(flag: Any) -> str:
 
 
 def _grid(swept: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """All combinations; a single one without values where nothing is varied, as for seeds alone."""
+    """All combinations; a single empty one where only seeds vary."""
     for name, values in swept.items():
         if not isinstance(values, list):
-            raise ValueError(f"grid: {name} {values} is not a list such as [{values}]; fixed values are in flags")
+            raise ValueError(f"grid: {name} {values} is not a list such as [{values}]; put fixed values into flags")
         if not values:
             raise ValueError(f"grid: {name} has no values")
     if (count := math.prod(map(len, swept.values()))) > MOST:
-        raise ValueError(f"grid has {count:,} combinations, more than {MOST:,}; leave some values out")
+        raise ValueError(f"grid has {count:,} combinations, more than {MOST:,}; remove some values")
     return (dict(zip(swept, values)) for values in itertools.product(*swept.values()))
 
 
@@ -184,7 +184,7 @@ def _grid(swept: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 def text_of(value: Any) -> str:
     """A value as the command line spells it. Raises: ValueError for a mapping."""
     if isinstance(value, dict):
-        raise ValueError(f"{value} is no value of a flag")
+        raise ValueError(f"{value} is not a valid flag value")
     return "null" if value is None else json.dumps(value) if isinstance(value, list | tuple) else str(value)
 
 
@@ -193,7 +193,7 @@ def _word(name: str, value: Any) -> str:
 
 
 def _folder(values: Mapping[str, Any]) -> str:
-    """A folder's name of the values of the swept flags; where it does not show them in full, with a hash of them."""
+    """Folder name from the values of the swept flags, with a hash where it cannot show them in full."""
     exact = "+".join(f"{name}={text_of(value)}" for name, value in values.items())
     name = re.sub(r"[^\w.+=-]+", "-", exact)[:LONGEST]
     return name if name == exact else f"{name}-{hashlib.sha256(exact.encode()).hexdigest()[:6]}"

@@ -17,7 +17,7 @@ TYPES: dict[Any, tuple[type, str]] = {
     bool: (bool, "True or False"),
     str: (str, "a text"),
 }
-LARGEST = 2**53  # of whole numbers; every smaller one is a float, too
+LARGEST = 2**53  # largest integer; every smaller one is exact as a float
 
 
 def options_of(hint: Any) -> tuple[Any, ...]:
@@ -29,7 +29,7 @@ def typed(name: str, value: Any, hint: Any) -> Any:
     """The value of a flag, with paths as text and the run's own name in place of `latest`.
 
     Raises: ValueError, one line that names the flag, for a value of another type than `hint`; a number that is not
-    finite, or too large to be exact; a text that no file takes.
+    finite, or too large to be exact; a text that UTF-8 cannot encode.
     """
     options = options_of(hint)
     kinds = [option for option in options if option is not NoneType]
@@ -67,12 +67,12 @@ def check_value(name: str, value: Any, kind: Any) -> None:
         if not isinstance(value, accepted) or (kind is not bool and isinstance(value, bool)):
             raise ValueError(f"--{name} {value!r} is not {words}")
         if isinstance(value, str) and ("\0" in value or not _is_unicode(value)):
-            raise ValueError(f"--{name} {value!r} has characters that no file takes")
+            raise ValueError(f"--{name} {value!r} has characters that cannot be encoded in UTF-8")
         number: Any = value
         if kind is float and not (isinstance(number, Integral) or math.isfinite(number)):
             raise ValueError(f"--{name} {value} must be a finite number")
         if isinstance(number, int) and abs(number) > LARGEST:
-            raise ValueError(f"--{name} has a number of {len(str(number))} digits, which is beyond any use")
+            raise ValueError(f"--{name} has a number of {len(str(number))} digits, which is out of range")
 
 
 def _is_unicode(text: str) -> bool:

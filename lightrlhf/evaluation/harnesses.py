@@ -85,7 +85,7 @@ class HarnessArgs(PolicyEvaluationArgs):
             raise ValueError(f"--harness_dir {self.harness_dir} is for one --model_name; leave it out")
         for name in self.model_name:
             if self.harness_dir is None and not is_experiment_dir(name):
-                raise ValueError(f"--harness {self.harness}: {name} is no experiment dir; name a --harness_dir")
+                raise ValueError(f"--harness {self.harness}: {name} is not an experiment dir; name a --harness_dir")
             check_output(harness_folder(self, name) / "any", "--harness_dir" if self.harness_dir else "--model_name")
 
 

@@ -56,7 +56,7 @@ def stored_args(directory: str) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as problem:
         raise UsageError(f"{folder / 'args.json'} cannot be read: {first_line(problem)}; restore it") from None
     if not isinstance(values, dict):
-        raise UsageError(f"{folder / 'args.json'} holds no arguments but a {type(values).__name__}; restore it")
+        raise UsageError(f"{folder / 'args.json'} contains no arguments but a {type(values).__name__}; restore it")
     if "destination_dir" not in values and (values or is_sealed(folder)):  # a model of others may have such a manifest
         check_args(folder)
     return values

@@ -38,7 +38,7 @@ def read_state(
     try:
         stored = json.loads((directory / "args.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
-        raise UsageError(f"--resume_from {directory} is no experiment dir: no readable args.json") from None
+        raise UsageError(f"--resume_from {directory} is not an experiment dir: no readable args.json") from None
     stored = stored if isinstance(stored, dict) else {}
     if stored.get("program") != program:
         raise UsageError(f"--resume_from {directory} is a run of {stored.get('program')}, not of {program}")

@@ -39,7 +39,7 @@ def test_words_after_the_program_are_its_flags_and_dashes_are_underscores(capsys
         (["gprO"], "no program gprO; did you mean grpo?"),
         (["chat"], "no program chat; use lightrlhf demo"),
         (["help", "Fine-Tune"], "no program Fine-Tune; use lightrlhf sft"),
-        (["--dry_run"], "--dry_run stands behind a program: lightrlhf PROGRAM --dry_run; lightrlhf --help lists all"),
+        (["--dry_run"], "--dry_run must follow a program: lightrlhf PROGRAM --dry_run; lightrlhf --help lists all"),
         (["--completion", "fish"], "--completion fish is not one of bash, zsh, tcsh"),
     ],
 )

@@ -370,7 +370,7 @@ def test_todays_date_in_a_modelfile_is_told(tmp_path, capsys, date, is_told):
     [
         (["--to", "onnx"], "--to onnx"),
         (["--to", "gguf", "--gguf_type", "q3_k"], "--gguf_type q3_k"),
-        (["--to", "adapter"], "holds no adapter but all weights; use --to merged"),
+        (["--to", "adapter"], "holds full weights, not an adapter; use --to merged"),
         ([], "--to"),
     ],
 )

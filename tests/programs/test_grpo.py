@@ -454,6 +454,6 @@ def test_a_rank_without_rows_samples_and_scores_nothing(policy, tokenizer):
 def test_adapters_at_a_rate_for_full_tuning_are_warned_of(cafe_data, base_model, tmp_path, capsys):
     scorer = ["--reward_function", "helpers.rewards:vowels", "--finetune_mode", "lora", "--max_steps", "1"]
     main(flags(cafe_data, base_model, tmp_path / "low", *scorer, "--learning_rate", "1e-6"))
-    assert "warning: --learning_rate 1e-06 is one for tuning all weights" in capsys.readouterr().out
+    assert "warning: --learning_rate 1e-06 suits full fine-tuning" in capsys.readouterr().out
     main(flags(cafe_data, base_model, tmp_path / "usual", *scorer, "--learning_rate", "1e-4"))
-    assert "is one for tuning all weights" not in capsys.readouterr().out
+    assert "suits full fine-tuning" not in capsys.readouterr().out

@@ -144,7 +144,7 @@ def test_ranks_of_torchrun_are_refused(flags, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("lightrlhf.generate.start_ranks", lambda args: (Shard(0, 2), None, None))
     with pytest.raises(SystemExit):
         generated(tmp_path / "rows.jsonl", flags, "--rollout_server", "http://127.0.0.1:9")
-    assert "one process asks all servers, here are 2" in capsys.readouterr().err
+    assert "only one process may query servers, not 2" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------------------------------------------------- iterations

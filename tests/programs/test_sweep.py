@@ -243,7 +243,7 @@ def test_a_metric_that_is_not_logged_ends_the_sweep_after_the_first_run(swept, t
 def test_a_folder_of_something_else_is_refused(swept, tmp_path, capsys):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.tex").touch()
-    assert "holds no sweep but thesis.tex" in refusal(capsys, swept)
+    assert "contains thesis.tex, not a sweep" in refusal(capsys, swept)
 
 
 @pytest.mark.parametrize(

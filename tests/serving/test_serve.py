@@ -107,7 +107,7 @@ def test_a_key_is_made_and_printed(folder):
 @pytest.mark.parametrize(
     "flags, status, words",
     [
-        (["--host", "0.0.0.0"], 2, "--host 0.0.0.0 lets others in; set a key in OPENAI_API_KEY"),
+        (["--host", "0.0.0.0"], 2, "--host 0.0.0.0 is reachable by others; set a key in OPENAI_API_KEY"),
         (["--engine_flags", "'"], 2, "--engine_flags ' cannot be split into words"),
         (["--engine", "lightrlhf", "--print_command", "True"], 2, "there is no command"),
         (["--engine", "vllm", "--python", "/none"], 2, "--python /none cannot be run"),
@@ -191,6 +191,6 @@ def test_an_adapter_is_merged_before_another_engine_gets_it(engines, sft_dir, ca
 
 def test_another_engine_stays_on_the_loopback(engines, folder):
     done = run_program("lightrlhf.serve", str(folder), "--python", engines, "--host", "0.0.0.0", check=False)
-    assert done.returncode == 2 and "ask for no key; use 127.0.0.1" in done.stderr
+    assert done.returncode == 2 and "without asking for a key; use 127.0.0.1" in done.stderr
     done = run_program("lightrlhf.serve", str(folder), "--python", engines, "--port", "0", check=False)
-    assert done.returncode == 2 and "--port 0: vllm needs the number of a port" in done.stderr
+    assert done.returncode == 2 and "--port 0: vllm needs a fixed port" in done.stderr

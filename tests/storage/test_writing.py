@@ -54,7 +54,11 @@ def test_a_write_that_is_cut_short_is_one_line_and_leaves_no_part(name, tmp_path
     with pytest.raises(RunFailure) as raised:
         WRITERS[name](tmp_path)
     line = str(raised.value)
-    reason = "torch's writer failed" if name == "torch" else "File too large; raise the limit on file sizes (ulimit -f)"
+    reason = (
+        "torch could not write the file"
+        if name == "torch"
+        else "File too large; raise the limit on file sizes (ulimit -f)"
+    )
     assert str(tmp_path) in line and f"cannot be written: {reason}" in line and "\n" not in line
     assert [path for path in tmp_path.iterdir() if path.stat().st_size] == []
 
@@ -77,10 +81,16 @@ class SafetensorError(Exception):
         (OSError(errno.ENOSPC, "full"), "No space left on device; free space there"),
         (OSError(errno.EROFS, ""), "Read-only file system; mount it for writing or name another place"),
         (SafetensorError("I/O error: No space left on device (os error 28)"), "No space left on device; free space"),
-        (Exception("Disk quota exceeded (os error 122)"), "Disk quota exceeded; free space there or have the quota"),
-        (OSError("[errno 5] Error writing bytes to file"), "Input/output error; look after the disk"),
-        (RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0"), "torch's writer failed"),
-        (RuntimeError("PytorchStreamWriter failed writing file data/2: file write failed"), "torch's writer failed"),
+        (Exception("Disk quota exceeded (os error 122)"), "Disk quota exceeded; free space there or raise the quota"),
+        (OSError("[errno 5] Error writing bytes to file"), "Input/output error; check the disk"),
+        (
+            RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0"),
+            "torch could not write the file",
+        ),
+        (
+            RuntimeError("PytorchStreamWriter failed writing file data/2: file write failed"),
+            "torch could not write the file",
+        ),
         (RuntimeError("size mismatch"), None),
         (ConnectionRefusedError(errno.ECONNREFUSED, "refused"), None),
         (ValueError("28"), None),

@@ -13,7 +13,7 @@ class SealArgs(Args):
     """Data."""
 
     verify: bool = flag(True, show="rarely")
-    """Compare what is read of prepared data with the hashes of its `manifest.json`."""
+    """Check prepared data against the hashes in its `manifest.json`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +21,7 @@ class DataArgs(SealArgs):
     """Data."""
 
     data_dir: str = flag("data", show="first")
-    """Folder of the `.pt` splits that a `prepare_data.py` wrote."""
+    """Folder of prepared data: the `.pt` splits from a `prepare_data.py`."""
 
     @property
     def data_dirs(self) -> list[str]:
@@ -39,9 +39,9 @@ class DataSetsArgs(SealArgs):
     """Data."""
 
     data_dir: list[str] | str = flag("data", split=paths, unique=True, show="first")
-    """Folder of the `.pt` splits of a `prepare_data.py`, or several."""
+    """One or more folders of prepared data: the `.pt` splits from a `prepare_data.py`."""
     data_weights: list[float] = positive([], show="rarely")
-    """Relative chances of the sets of `data_dir` to be drawn from; in proportion to their rows when not given."""
+    """Sampling weights of the data sets in `data_dir`. Default: proportional to their sizes."""
 
     @property
     def data_dirs(self) -> list[str]:

@@ -15,11 +15,11 @@ class DeviceArgs(Args):
     accelerator: str = flag("auto", show="rarely")
     """cpu, cuda, mps, or auto (a GPU if there is one)."""
     devices: int = at_least(1, 1)
-    """Processes on this machine, one device each."""
+    """Number of processes on this machine, one device each."""
     num_nodes: int = at_least(1, 1, show="rarely")
     """Machines."""
     strategy: Literal["auto", "ddp", "fsdp", "deepspeed"] = flag("auto", packages={"deepspeed": "deepspeed"})
-    """Whole models on each rank (ddp), sharded ones (fsdp), or DeepSpeed's ZeRO-2."""
+    """Replicate models on all ranks (ddp), shard them (fsdp), or use DeepSpeed ZeRO-2 (deepspeed)."""
     precision: Literal["32-true", "bf16-mixed", "16-mixed"] = flag(
         "32-true", when="16-mixed", excludes={"strategy": ("fsdp", "deepspeed")}
     )
@@ -31,4 +31,4 @@ class TensorParallelArgs(Args):
     """Devices (Lightning Fabric)."""
 
     tensor_parallel: int = at_least(1, 1, needs={"strategy": "fsdp", "finetune_mode": "all"}, show="rarely")
-    """Ranks that share the matrices of each layer and read the same rows, within `strategy` fsdp."""
+    """Tensor-parallel ranks, which split each layer's matrices and read the same rows; needs `strategy` fsdp."""

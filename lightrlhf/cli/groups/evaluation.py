@@ -26,7 +26,7 @@ class EvalIntervalArgs(Args):
     """Evaluation during training."""
 
     eval_interval: int = at_least(0, 100, show="rarely")
-    """Steps between evaluations on validation data; 0: none."""
+    """Steps between evaluations on validation data; 0 disables them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,9 +36,9 @@ class EvalArgs(EvalIntervalArgs):
     eval_iters: int | None = at_least(1, None, show="rarely")
     """Micro-batches per evaluation; all data when not given."""
     keep_best: str | None = flag(None, check=best_metric, show="rarely")
-    """Metric, such as val/loss, whose best checkpoint stays as `best`; min:NAME or max:NAME says what is better."""
+    """Keep the best checkpoint by this metric, such as val/loss, as `best`; min:NAME or max:NAME sets the direction."""
     early_stop_patience: int | None = at_least(1, None, needs="keep_best", show="rarely")
-    """Stop after so many values of `keep_best` in a row that are no better than the best."""
+    """Stop after this many evaluations in a row without a better value of `keep_best`."""
 
     def _check(self) -> None:
         if self.keep_best is not None and best_metric(self.keep_best)[0].startswith("val/") and not self.eval_interval:

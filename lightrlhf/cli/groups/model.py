@@ -23,15 +23,15 @@ class ModelArgs(Args):
     model_name: str | None = flag(None, required="policy", show="first")
     """Hub name, folder, experiment dir, GGUF file, `package:NAME` (the one in it), or `tiny` (a small new Llama)."""
     trust_remote_code: bool = flag(False, show="rarely")
-    """Allow a hub model to run code of its own repository."""
+    """Allow a hub model to run code from its repository."""
     disable_dropout: bool = flag(False, show="rarely")
     """Set the probability of every dropout module to 0."""
     finetune_mode: Literal["all", "last_layer", "lora"] = "all"
-    """Train all weights, last layer and head, or adapters."""
+    """Weights to train: all, the last layer and head, or adapters."""
     lora_rank: int = at_least(1, 8)
     """Rank of the adapters."""
     lora_alpha: float = positive(16.0, show="rarely")
-    """Scale of the adapters: alpha / rank; times sqrt(rank) it is rsLoRA's."""
+    """Scale of the adapters, alpha / rank; multiply it by sqrt(rank) for rsLoRA."""
     lora_dropout: float = at_least(0, 0.0, below=1, excludes={"disable_dropout": True}, show="rarely")
     """Dropout on the input of the adapters."""
     lora_targets: str = flag("all-linear", show="rarely")
@@ -46,7 +46,7 @@ class ModelArgs(Args):
     init_lora_weights: Literal["default", "gaussian", "orthogonal", "pissa", "olora"] = flag(
         "default", needs={"finetune_mode": "lora"}, show="rarely"
     )
-    """Initial adapters; pissa and olora: a part of the weights, subtracted again by a frozen adapter."""
+    """Initialisation of adapters; pissa and olora take a part of the weights, which a frozen adapter subtracts."""
     load_in_8bit: bool = flag(
         False,
         needs={"finetune_mode": "lora"},
@@ -54,7 +54,7 @@ class ModelArgs(Args):
         packages={True: "bitsandbytes"},
         show="rarely",
     )
-    """Frozen weights in 8 bits (bitsandbytes), with `finetune_mode` lora."""
+    """Quantise frozen weights to 8 bits (bitsandbytes); needs `finetune_mode` lora."""
     load_in_4bit: bool = flag(
         False,
         needs={"finetune_mode": "lora"},
@@ -62,14 +62,14 @@ class ModelArgs(Args):
         packages={True: "bitsandbytes"},
         show="rarely",
     )
-    """Frozen weights in 4 bits (nf4), with `finetune_mode` lora."""
+    """Quantise frozen weights to 4 bits (nf4); needs `finetune_mode` lora."""
     base_dtype: Literal["float32", "bfloat16"] = flag(
         "float32",
         needs={"finetune_mode": "lora"},
         excludes={"load_in_8bit": True, "load_in_4bit": True, "init_lora_weights": PARTS, "strategy": SHARDED},
         show="rarely",
     )
-    """Dtype in which frozen weights are held with `finetune_mode` lora; products follow `precision` all the same."""
+    """Dtype of frozen weights in memory, with `finetune_mode` lora; matrix products follow `precision`."""
     activation_checkpointing: bool = flag(False, show="rarely")
     """Recompute activations in the backward pass: less memory, more time."""
     attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = flag(
@@ -79,11 +79,11 @@ class ModelArgs(Args):
         packages={"flash_attention_2": "flash_attn"},
         show="rarely",
     )
-    """Attention by torch's kernels (eager where an architecture has none), plain products, or flash-attn."""
+    """Attention: torch's kernels (eager where an architecture lacks them), plain products, or flash-attn."""
 
     def _check_given(self, given: Mapping[str, object]) -> None:
         if isinstance(name := given.get("policy"), str | Path):
-            raise UsageError(f"policy: {name} is a name, not a model; give it as --model_name, or load it")
+            raise UsageError(f"policy: {name} is a name, not a model; use --model_name, or load the model")
 
     def lora_target_names(self) -> list[str]:
         """The items of `--lora_targets`, in brackets or not."""
@@ -96,14 +96,14 @@ class ModelArgs(Args):
 
 @dataclass(frozen=True, kw_only=True)
 class FrozenArgs(ModelArgs):
-    """How a model is loaded that nothing trains: what saves memory needs no adapters."""
+    """Loading of a model that is not trained: quantisation needs no adapters."""
 
     load_in_8bit: bool = flag(False, needs={})
-    """Weights in 8 bits (bitsandbytes)."""
+    """Quantise weights to 8 bits (bitsandbytes)."""
     load_in_4bit: bool = flag(False, needs={})
-    """Weights in 4 bits (nf4)."""
+    """Quantise weights to 4 bits (nf4)."""
     base_dtype: Literal["float32", "bfloat16"] = flag("float32", needs={})
-    """Dtype in which weights are held."""
+    """Dtype of the weights in memory."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,17 +27,17 @@ class OptimizerArgs(Args):
     optimizer_beta2: float = at_least(0, 0.95, below=1, show="rarely")
     """Decay of the second moment."""
     optimizer_eps: float = positive(1e-6, show="rarely")
-    """Added to the denominator of the optimiser's step."""
+    """Term added to the optimiser's denominator."""
     weight_decay: float = at_least(0, 0.0, show="rarely")
-    """Decoupled weight decay of matrices, not of biases and norms."""
+    """Decoupled weight decay, not applied to biases and norms."""
     gradient_clip_val: float = at_least(0, 1.0, show="rarely")
-    """Largest global gradient norm; 0 switches clipping off."""
+    """Clip the global gradient norm to this; 0 disables clipping."""
     lr_scheduler_type: Literal["constant", "constant_with_warmup", "linear", "cosine"] = flag("cosine", show="rarely")
     """Learning-rate schedule (transformers.get_scheduler)."""
     lr_warmup_ratio: float | None = between(0, 1, None, drops="lr_warmup_steps", show="rarely")
-    """Share of all steps for a linear warm-up from 0."""
+    """Fraction of all steps for a linear warm-up from 0."""
     lr_warmup_steps: int | None = at_least(0, None, show="rarely")
-    """Steps of that warm-up, instead of `lr_warmup_ratio`."""
+    """Warm-up steps, instead of `lr_warmup_ratio`."""
 
     def _check(self) -> None:
         if self.lr_warmup_steps is not None:

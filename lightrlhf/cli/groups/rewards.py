@@ -23,13 +23,13 @@ class RewardArgs(Args):
     reward_function: list[str] = flag([], unique=True, required="reward", show="first")
     """Python functions `package.module:name` that score, one or several, instead of a reward model or beside it."""
     reward_weights: list[float] = flag([], show="rarely")
-    """Weight of each reward in their sum, the reward model's first; all 1 when not given."""
+    """Weight of each reward in the sum, the reward model's first. Default: 1 each."""
     reward_timeout: float = at_least(0, 0.0, show="rarely")
-    """Seconds a function has for one response, each in a process that can be killed; 0 calls it here, without limit."""
+    """Timeout of a function per response, in seconds, in a separate process; 0: in this process, no timeout."""
 
     @property
     def has_rewards(self) -> bool:
-        """Whether flags say what scores responses."""
+        """Whether the flags name a reward."""
         return bool(self.rm_experiment_dir or self.reward_function)
 
     def _check_given(self, given: Mapping[str, object]) -> None:
@@ -73,7 +73,7 @@ class AuditArgs(RewardArgs):
 
 
 def check_reward_model(name: str | None, flag: str = "--rm_experiment_dir") -> None:
-    """Raises: UsageError when a reward model is no folder here; called before any model is loaded."""
+    """Raises: UsageError when a reward model is not a local folder; called before any model is loaded."""
     if not name or Path(name).is_dir():
         return
     if is_gguf(name):

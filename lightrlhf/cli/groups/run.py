@@ -13,8 +13,8 @@ from lightrlhf.cli.hub import check_repository
 class DryRunArgs(Args):
     """Run.
 
-    The flag of every program that can be tried before its work is done. The line above is the title of these flags in
-    `--help`, under which `RunArgs`' flags follow.
+    The flag of every program that can be tried first. The line above is the title of these flags and `RunArgs`' in
+    `--help`.
     """
 
     dry_run: bool = False
@@ -38,7 +38,7 @@ class RunArgs(DryRunArgs):
     epochs: int | None = at_least(1, None)
     """Passes over the training data; 1 when `max_steps` is not given either."""
     max_steps: int | None = at_least(1, None)
-    """Steps, over as many epochs as they take, but no more than `epochs`."""
+    """Number of steps, over as many epochs as needed but at most `epochs`."""
     mini_batch_size: int = at_least(1, 8)
     """Examples per optimiser step and device."""
     micro_batch_size: int = at_least(1, 8)
@@ -46,17 +46,17 @@ class RunArgs(DryRunArgs):
     save_interval: int = at_least(1, 500, show="rarely")
     """Steps between checkpoints."""
     save_minutes: float = at_least(0, 15.0, show="rarely")
-    """Minutes between checkpoints that are saved by time, besides `save_interval`; 0 disables this."""
+    """Also save a checkpoint after this many minutes; 0 disables this."""
     keep_last: int = at_least(0, 2, show="rarely")
     """Checkpoints to keep; 0 keeps all."""
     log_interval: int = at_least(1, 5, show="rarely")
     """Steps between rows of metrics, each the mean over the steps since the previous row."""
     logger: Literal["tensorboard", "csv", "wandb"] = flag("tensorboard", packages={"wandb": "wandb"}, show="rarely")
-    """Where metrics and some samples go besides the files of the run; wandb has an extra, csv has metrics alone."""
+    """Where to log metrics and samples, besides the run's files; csv logs only metrics, wandb needs an extra."""
     wandb_project: str | None = flag(None, needs={"logger": "wandb"}, show="rarely")
-    """W&B project of the run; the name in `experiment_name` when not given."""
+    """W&B project. Default: the name in `experiment_name`."""
     profile: bool = flag(False, show="rarely")
-    """Write `profile.json` and `profile.md`: the time of each phase and the least this machine needs for it."""
+    """Write `profile.json` and `profile.md`: time of each phase, and its lower bound on this machine."""
     push_to_hub: str | None = flag(None, check=check_repository, show="rarely")
     """Hub repository OWNER/NAME for the last checkpoint; private if it is new."""
 
@@ -74,4 +74,4 @@ class RolloutLogArgs(Args):
     """Kept samples."""
 
     log_rollouts: int = at_least(0, 8, show="rarely")
-    """Samples kept of a logged step (`rollouts.jsonl`) and an evaluation (`samples.jsonl`); 30 bytes a token."""
+    """Samples to log per logged step (`rollouts.jsonl`) and evaluation (`samples.jsonl`); 30 bytes per token."""

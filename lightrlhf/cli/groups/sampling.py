@@ -11,7 +11,7 @@ from lightrlhf.cli.lists import texts
 def check_stop_string(text: str, flag: str) -> None:
     """Raises: ValueError for an empty text, which every response contains."""
     if not text:
-        raise ValueError(f"{flag} '' would end every response at once; give a text")
+        raise ValueError(f"{flag} '' would end every response at once; give a non-empty text")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,15 +23,15 @@ class SamplingArgs(Args):
     temperature: float = positive(1.0)
     """Divides the logits, in sampling and in log-probabilities."""
     top_k: int = at_least(0, 0, show="rarely")
-    """Sample among the k most likely tokens; 0 takes all."""
+    """Sample from the k most likely tokens; 0 means all."""
     top_p: float = above(0, 1.0, most=1, show="rarely")
-    """Sample among the most likely tokens of this total probability."""
+    """Sample from the most likely tokens whose probabilities sum to this (nucleus sampling)."""
     min_p: float = between(0, 1, 0.0, show="rarely")
-    """Sample among the tokens at least this times as likely as the most likely one; 0 takes all."""
+    """Sample from tokens at least this times as likely as the most likely one; 0 means all."""
     eos_ids: list[int] = at_least(0, [], show="rarely")
     """Token ids that end a response, besides the model's own end tokens."""
     stop_strings: list[str] = flag([], split=texts, check=check_stop_string, show="rarely")
-    """Texts that end a response as soon as it contains one, each a word of its own; its tokens stay as sampled."""
+    """Stop strings, one per word: a response ends once it contains one, and keeps its tokens."""
 
     @property
     def do_sample(self) -> bool:
@@ -40,7 +40,7 @@ class SamplingArgs(Args):
 
     @property
     def repetition_penalty(self) -> float:
-        """Penalty of tokens in prompt or response; 1 changes nothing, as what is learned from requires."""
+        """Repetition penalty; fixed at 1 (off) where a program learns from its samples."""
         return 1.0
 
 
@@ -51,6 +51,6 @@ class DecodingArgs(SamplingArgs):
     temperature: float = positive(1.0, remedy="for greedy text use --do_sample False")
     """Divides the logits, in sampling and in log-probabilities."""
     do_sample: bool = True
-    """Sample; when false take the most likely token."""
+    """Sample; if false, decode greedily."""
     repetition_penalty: float = positive(1.0, show="rarely")
-    """Divides positive logits of tokens already in prompt or response, multiplies negative ones; 1 changes nothing."""
+    """Repetition penalty: divides positive logits of tokens seen so far and multiplies negative ones; 1 disables it."""

@@ -20,11 +20,11 @@ class ServerArgs(Args):
     """Sampling on servers."""
 
     rollout_server: list[str] = flag([], unique=True, check=partial(check_address, example="http://localhost:8000"))
-    """Addresses of servers that sample in place of this process: vLLM or `lightrlhf.serve`."""
+    """Addresses of servers (vLLM or `lightrlhf.serve`) that sample instead of this process."""
 
     @property
     def sampling_correction(self) -> str:
-        """Importance weights; a program that learns from no log-probabilities of its samples has no flag for them."""
+        """Importance weights; no flag in a program that does not learn from its samples' log-probabilities."""
         return "none"
 
     @property
@@ -39,7 +39,7 @@ class ServerArgs(Args):
 
     @property
     def max_staleness(self) -> int:
-        """Steps that the weights of a sample may be older than its own step."""
+        """Largest age in steps of the weights that samples come from."""
         return 0
 
 
@@ -53,13 +53,13 @@ class RolloutServerArgs(SamplingArgs, ServerArgs):
         excludes={"load_in_8bit": True, "load_in_4bit": True, "base_dtype": "bfloat16", "use_dora": True},
         show="rarely",
     )
-    """Give servers the adapter of `--finetune_mode lora` alone, which they put on their base; else merged weights."""
+    """Send servers only the adapter of `--finetune_mode lora`, for their own base weights; else merged weights."""
     sampling_correction: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "none"] = flag(
         "token_truncate", needs=WITH_SERVERS, show="rarely"
     )
-    """Importance weights between servers and trainer, of tokens or sequences, truncated or masked; none: no weights."""
+    """Importance weights between servers and trainer: per token or sequence, truncated or masked; or none."""
     sampling_bound: float = above(1, 2.0, needs=WITH_SERVERS, show="rarely")
-    """Largest of these weights (C); masked ones are 0 outside [1 / C, C]."""
+    """Cap C of the importance weights; masked ones are 0 outside [1 / C, C]."""
 
     def _check(self) -> None:
         if not self.rollout_server:
@@ -84,4 +84,4 @@ class AheadServerArgs(RolloutServerArgs):
     """Sampling on servers."""
 
     max_staleness: Literal[0, 1] = flag(0, needs=WITH_SERVERS, show="rarely")
-    """At 1 servers sample the next rollout while this one is learned from, by weights one step older."""
+    """1: servers sample the next rollout during this update, from weights one step older."""
