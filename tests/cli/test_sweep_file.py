@@ -63,15 +63,9 @@ def test_names_of_folders_are_short_and_tell_values_apart(tmp_path):
 def test_the_words_of_arguments_are_these_arguments_again(tmp_path):
     typed = ["--data_dir", "a,b", "c d", "--model_name=x=y", "--epochs", "2", "--lr_warmup_steps", "5"]
     typed += [
-        "--learning_rate",
-        "3e-5",
-        "--activation_checkpointing",
-        "--data_weights",
-        "1",
-        "2.5",
-        "3",
+        "--learning_rate", "3e-5", "--activation_checkpointing", "--data_weights", "1", "2.5", "3",
         "--eval_iters=null",
-    ]
+    ]  # fmt: skip
     args = parse(TRAINING["sft"].args_class(), typed)
     assert parse(TRAINING["sft"].args_class(), non_default_words(args)) == args
     grpo = ["--model_name=tiny", "--reward_function", "a.b:c", "--stop_strings", "x, y", "\n", "--rollout_size=32"]

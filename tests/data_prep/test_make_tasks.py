@@ -116,16 +116,8 @@ def test_questions_are_in_the_files_own_words(file):
 
 def test_names_that_are_common_to_many_projects_are_left_out():
     left_out = [
-        ".git",
-        "_private.py",
-        "LICENSE",
-        "license.txt",
-        "tests",
-        "Examples",
-        "CHANGELOG.md",
-        "node_modules",
-        "",
-    ]
+        ".git", "_private.py", "LICENSE", "license.txt", "tests", "Examples", "CHANGELOG.md", "node_modules", "",
+    ]  # fmt: skip
     assert all(make_tasks.unwanted_name(name) for name in left_out)
     assert not any(make_tasks.unwanted_name(name) for name in ("main.py", "docs", "testament.txt", "licensing.py"))
 

@@ -195,18 +195,8 @@ def escapes(canary: Path, open_to_all: Path) -> dict[str, str]:
     }.items():  # fmt: skip
         found[f"file: {name}"] = code.replace("X", repr(str(canary)))
     for what in (
-        "mem",
-        "environ",
-        "cmdline",
-        "maps",
-        "fd/0",
-        "status",
-        "comm",
-        "oom_score_adj",
-        "cwd/a",
-        "task",
-        "limits",
-    ):
+        "mem", "environ", "cmdline", "maps", "fd/0", "status", "comm", "oom_score_adj", "cwd/a", "task", "limits",
+    ):  # fmt: skip
         for who in ("PARENT", "1"):
             if what in ("status", "comm", "limits", "cmdline", "maps") and who == "1":
                 continue
@@ -429,15 +419,9 @@ def cheats() -> dict[str, tuple[str, str]]:
         code = f"import gc, types\ndef f(x): return 7\nfor g in gc.get_objects():\n if isinstance(g, types.FunctionType) and g.__name__ == 'plain': g.__globals__['{name}'] = lambda *a: True"
         found[f"replaced the child's {name}"] = (CALL, code)
     for module in (
-        "datasets_prep",
-        "datasets_prep.apps.reward",
-        "datasets_prep.apps.sandbox",
-        "datasets_prep.apps.sandbox_child",
-        "lightrlhf",
-        "sandbox_child",
-        "__main__",
-        "solution",
-    ):
+        "datasets_prep", "datasets_prep.apps.reward", "datasets_prep.apps.sandbox",
+        "datasets_prep.apps.sandbox_child", "lightrlhf", "sandbox_child", "__main__", "solution",
+    ):  # fmt: skip
         found[f"imports {module}"] = (
             PRINT,
             f"import importlib\nm = importlib.import_module({module!r})\nm.same_text = m.same_answer = lambda *a: True\nprint(1)",
@@ -447,24 +431,10 @@ def cheats() -> dict[str, tuple[str, str]]:
             f"import sys, types\ndef f(x): return 1\nsys.modules[{module!r}] = types.SimpleNamespace(same_answer=lambda *a: True, plain=lambda x: True)",
         )
     for path in (
-        "/proc/{p}/mem",
-        "/proc/{p}/environ",
-        "/proc/{p}/cmdline",
-        "/proc/{p}/fd/0",
-        "/proc/{p}/fd/3",
-        "/proc/{p}/fd/5",
-        "/proc/self/environ",
-        "/proc/self/fd/3",
-        "/proc/self/fd/4",
-        "/dev/fd/3",
-        "/dev/fd/4",
-        "/dev/mem",
-        "/dev/kmsg",
-        "/dev/stderr",
-        "../input",
-        "../../tests.json",
-        "tests.json",
-    ):
+        "/proc/{p}/mem", "/proc/{p}/environ", "/proc/{p}/cmdline", "/proc/{p}/fd/0", "/proc/{p}/fd/3",
+        "/proc/{p}/fd/5", "/proc/self/environ", "/proc/self/fd/3", "/proc/self/fd/4", "/dev/fd/3", "/dev/fd/4",
+        "/dev/mem", "/dev/kmsg", "/dev/stderr", "../input", "../../tests.json", "tests.json",
+    ):  # fmt: skip
         for where in ("print", "call"):
             read = f"open(f{path!r}.format(p=p)).read()".replace("open(f", "open(")
             found[f"{where}s {path}"] = (

@@ -54,14 +54,9 @@ TOOLS = [
 ]
 WORD = "zebra"
 ODD = [
-    "\nbegins with a line",
-    "\n\n\n```\ncode\n```\n",
-    "  two spaces",
-    "ends with a line\n",
-    "ends with <",
-    "日本 🙂 naïve",
-    "x",
-]
+    "\nbegins with a line", "\n\n\n```\ncode\n```\n", "  two spaces", "ends with a line\n", "ends with <",
+    "日本 🙂 naïve", "x",
+]  # fmt: skip
 
 
 @dataclass

@@ -72,38 +72,14 @@ def test_a_tree_that_changes_during_the_episode(change, tmp_path):
 COMMANDS = ["cat ../secret.txt", "cat /etc/passwd", "cat garden/roses.py", "cat ./ovens.py", "cat ovens.py;ls", "cat"]
 COMMANDS += ["cat ovens.py secret.txt", "cat *", "cat $(ls)", "cat 'ovens.py'", "cat ovens.py\0", "cat ~", "cat garden"]
 COMMANDS += [
-    "cd /",
-    "cd ../..",
-    "cd garden/..",
-    "cd .",
-    "cd",
-    "cd garden/pond",
-    "cd ~",
-    "cd ovens.py",
-    "cd -",
-    "cd  ..",
-]
+    "cd /", "cd ../..", "cd garden/..", "cd .", "cd", "cd garden/pond", "cd ~", "cd ovens.py", "cd -", "cd  ..",
+]  # fmt: skip
 COMMANDS += [
-    "id",
-    "id garden",
-    "id ../secret.txt",
-    "ls",
-    "exit",
-    "head ovens.py",
-    "rm ovens.py",
-    "python -c 1",
-    "",
-    " ",
-]
+    "id", "id garden", "id ../secret.txt", "ls", "exit", "head ovens.py", "rm ovens.py", "python -c 1", "", " ",
+]  # fmt: skip
 COMMANDS += [
-    "CAT ovens.py",
-    "x" * 100_000,
-    "cat " + "x" * 100_000,
-    "\n\n",
-    "cat ovens.py\ncat rolls.md",
-    "\ud800",
-    "é🌍",
-]
+    "CAT ovens.py", "x" * 100_000, "cat " + "x" * 100_000, "\n\n", "cat ovens.py\ncat rolls.md", "\ud800", "é🌍",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=range(len(COMMANDS)))

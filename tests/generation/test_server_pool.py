@@ -24,14 +24,9 @@ SICK = [  # one of each class; all of them are among the nightly attacks
     "prompts in another order",
 ]
 BYTES = [
-    "body deep",
-    "broken gzip",
-    "reset in the midst",
-    "status 429",
-    "status 404",
-    "status 308 to \xff",
+    "body deep", "broken gzip", "reset in the midst", "status 429", "status 404", "status 308 to \xff",
     "closed at once",
-]
+]  # fmt: skip
 
 
 @pytest.fixture(autouse=True)

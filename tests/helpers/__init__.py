@@ -240,6 +240,8 @@ def metrics(experiment_dir: str | Path) -> list[dict[str, float]]:
     return [{name: value for name, value in row.items() if not name.startswith("time/")} for row in rows]
 
 
+CHECKPOINT = "README.md chat_template.jinja config.json generation_config.json manifest.json model.safetensors".split()
+CHECKPOINT += ["resume.pt", "tokenizer.json", "tokenizer_config.json"]  # of a language model
 SAMPLING_GAP = ("sampling/kl", "sampling/ratio_max", "sampling/dropped", "sampling/staleness")
 
 

@@ -10,16 +10,8 @@ from pathlib import Path
 SECRET = "the moon is a harsh mistress"
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 FORBIDDEN = (
-    "os.chdir",
-    "os.exec",
-    "os.fork",
-    "os.system",
-    "os.posix_spawn",
-    "subprocess.",
-    "shutil.",
-    "pty.",
-    "socket.",
-)
+    "os.chdir", "os.exec", "os.fork", "os.system", "os.posix_spawn", "subprocess.", "shutil.", "pty.", "socket.",
+)  # fmt: skip
 FORBIDDEN += ("os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.link", "os.symlink", "os.truncate", "os.chmod")
 violations: list[str] | None = None
 opened: list[str] = []

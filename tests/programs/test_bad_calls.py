@@ -208,16 +208,8 @@ def test_broken_files_of_models(case, name, tmp_path, capsys, base_model, cafe_d
         whole = (folder / "config.json").read_bytes()
         (folder / name).write_bytes(whole[: len(whole) // 2] if content is None else content)
         flags = [
-            "--model_name",
-            folder,
-            "--data_dir",
-            cafe_data,
-            "--max_steps",
-            "1",
-            "--log_dir",
-            tmp_path / "logs",
-            *CPU,
-        ]
+            "--model_name", folder, "--data_dir", cafe_data, "--max_steps", "1", "--log_dir", tmp_path / "logs", *CPU,
+        ]  # fmt: skip
         held, seen = refusal(lambda: sft.main([str(flag) for flag in flags]), capsys)  # noqa: B023
         clean = not list((tmp_path / "logs").rglob("args.json"))
         case(f"{name} {kind}", held and clean and (str(folder) in seen), seen[-120:])
@@ -393,18 +385,7 @@ def test_functions(case, tmp_path, capsys, monkeypatch):
         held, seen = refusal(lambda: load_function(f"attack_{name}:f", "--reward_function"), capsys)  # noqa: B023
         case(f"function {name}", held and f"attack_{name}" in seen, seen[:100])
     for path in (
-        "",
-        ":",
-        "a",
-        "a:",
-        ":f",
-        "..:f",
-        "os",
-        "os:",
-        "os:nothing",
-        "os.path.nothing:f",
-        "a b:c",
-        "os:path.join",
-    ):
+        "", ":", "a", "a:", ":f", "..:f", "os", "os:", "os:nothing", "os.path.nothing:f", "a b:c", "os:path.join",
+    ):  # fmt: skip
         held, seen = refusal(lambda: load_function(path, "--reward_function"), capsys)  # noqa: B023
         case(f"function {path!r}", held and "--reward_function" in seen, seen[:100])

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import (
+    CHECKPOINT,
     CPU,
     ROOT,
     RunOfOneStep,
@@ -301,31 +302,10 @@ def scored_data(cafe_data, tmp_path_factory) -> Path:
     return folder
 
 
-CHECKPOINT = [
-    "README.md",
-    "chat_template.jinja",
-    "config.json",
-    "generation_config.json",
-    "manifest.json",
-    "model.safetensors",
-    "resume.pt",
-    "tokenizer.json",
-    "tokenizer_config.json",
-]
-
-
 def test_an_experiment_dir_holds_exactly_what_is_promised(dpo_dir, sft_dir):
     found = [name for name in listing(dpo_dir) if "events.out" not in name and not name.startswith("eval/")]
-    assert found == sorted(
-        [
-            "README.md",
-            "args.json",
-            "manifest.json",
-            "metrics.jsonl",
-            "samples.jsonl",
-            *(f"checkpoint-000002/{name}" for name in CHECKPOINT),
-        ]
-    )
+    files = ["README.md", "args.json", "manifest.json", "metrics.jsonl", "samples.jsonl"]
+    assert found == sorted(files + [f"checkpoint-000002/{name}" for name in CHECKPOINT])
     assert Path(dpo_dir).parts[-4] == "rlhf-dpo"
     rows = metrics(dpo_dir)
     assert [row["step"] for row in rows] == [1, 2, 2]

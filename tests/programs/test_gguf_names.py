@@ -79,15 +79,8 @@ def test_iterations_hand_its_name_on(program, data, here, request, tmp_path):
         few += ["--prompts_per_iteration", "4", "--num_generations", "2", "--eval_prompts", "2"]
     else:
         few += [
-            "--user_function",
-            "helpers.rewards:echo",
-            "--num_data",
-            "4",
-            "--num_turns",
-            "2",
-            "--eval_dialogues",
-            "2",
-        ]
+            "--user_function", "helpers.rewards:echo", "--num_data", "4", "--num_turns", "2", "--eval_dialogues", "2",
+        ]  # fmt: skip
     data_dir = str(request.getfixturevalue(data))
     started = ["--data_dir", data_dir, "--model_name", NAME, "--log_dir", str(tmp_path), *few]
     experiment = trained(program, *started)

@@ -9,7 +9,17 @@ import math
 
 import pytest
 import torch
-from helpers import CPU, RunOfOneStep, assert_same_gradients, last_checkpoint, listing, metrics, rows_of, weights
+from helpers import (
+    CHECKPOINT,
+    CPU,
+    RunOfOneStep,
+    assert_same_gradients,
+    last_checkpoint,
+    listing,
+    metrics,
+    rows_of,
+    weights,
+)
 from helpers.rollouts import rollout_of, scores_of
 
 from lightrlhf import ppo
@@ -285,17 +295,6 @@ def test_minibatches_hold_every_row_once_and_are_as_many_on_every_rank(rows, siz
 SMALL = ["--max_steps", "2", "--rollout_size", "8", "--mini_batch_size", "8", "--micro_batch_size", "4"]
 SMALL += ["--rollout_mini_batch_size", "4", "--max_new_tokens", "8", "--log_interval", "1", "--eval_interval", "2"]
 SMALL += ["--actor_learning_rate", "1e-3", "--critic_learning_rate", "1e-3"]
-CHECKPOINT = [
-    "README.md",
-    "chat_template.jinja",
-    "config.json",
-    "generation_config.json",
-    "manifest.json",
-    "model.safetensors",
-    "resume.pt",
-    "tokenizer.json",
-    "tokenizer_config.json",
-]
 OBJECTIVE = ["objective/kl", "objective/score", "objective/reward", "objective/entropy", "objective/kl_coeff"]
 POLICY = ["policy/loss", "policy/clipfrac", "policy/approxkl", "policy/ratio", "policy/grad_norm"]
 VALUE = ["value/loss", "value/grad_norm", "value/explained_variance"]
@@ -312,17 +311,8 @@ def test_several_rewards_are_weighted_logged_and_resumed(cafe_data, base_model, 
         "rewards:vowels",
     ]
     flags += [
-        "--reward_weights",
-        "0",
-        "1",
-        "0.5",
-        "--clip_rewards",
-        "False",
-        "--eval_interval",
-        "0",
-        "--log_interval",
-        "1",
-    ]
+        "--reward_weights", "0", "1", "0.5", "--clip_rewards", "False", "--eval_interval", "0", "--log_interval", "1",
+    ]  # fmt: skip
     folder = main([*flags, "--log_dir", str(tmp_path / "whole")])
     for row in metrics(folder):
         assert math.isfinite(row["reward/reward_model"]) and row["objective/valid_ratio"] == 1

@@ -241,17 +241,8 @@ def train(folder: Path, *flags: object) -> str:
 
 def test_a_run_learns_the_corridor_and_leaves_what_others_read(policy_dir, tmp_path):
     flags = [
-        "--model_name",
-        policy_dir,
-        "--max_steps",
-        14,
-        "--seed",
-        1,
-        "--learning_rate",
-        2e-3,
-        "--entropy_coeff",
-        0.05,
-    ]
+        "--model_name", policy_dir, "--max_steps", 14, "--seed", 1, "--learning_rate", 2e-3, "--entropy_coeff", 0.05,
+    ]  # fmt: skip
     experiment = Path(train(tmp_path, *flags, "--rollout_size", 32, "--eval_interval", 7))
     rows = metrics(experiment)
     success = [row["episodes/success"] for row in rows if "episodes/success" in row]

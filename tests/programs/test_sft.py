@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import (
+    CHECKPOINT,
     CPU,
     RunOfOneStep,
     assert_same_gradients,
@@ -141,17 +142,6 @@ def test_the_loss_falls_from_about_that_of_a_uniform_guess(cafe_data, logs, toke
 
 
 # ------------------------------------------------------------------------------------------------------- the program
-CHECKPOINT = [
-    "README.md",
-    "chat_template.jinja",
-    "config.json",
-    "generation_config.json",
-    "manifest.json",
-    "model.safetensors",
-    "resume.pt",
-    "tokenizer.json",
-    "tokenizer_config.json",
-]
 
 
 def test_an_experiment_dir_holds_exactly_what_is_promised(sft_dir, cafe_data):

@@ -90,15 +90,8 @@ def wandering_policy(rng):
 
 
 HONEST = (
-    both_rise,
-    flat_audit,
-    few_samples,
-    rarely_right,
-    nearly_always_right,
-    both_flat,
-    noisy_start,
-    wandering_policy,
-)
+    both_rise, flat_audit, few_samples, rarely_right, nearly_always_right, both_flat, noisy_start, wandering_policy,
+)  # fmt: skip
 
 
 def hacked(rng, width: float, count: int):

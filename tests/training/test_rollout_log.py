@@ -36,23 +36,9 @@ from lightrlhf.training.rollout_log import (
 from lightrlhf.training.run import Run
 
 ROW = {
-    "step",
-    "version",
-    "prompt",
-    "group",
-    "response",
-    "prompt_ids",
-    "response_ids",
-    "mask",
-    "log_ratio",
-    "advantages",
-    "values",
-    "score",
-    "rewards",
-    "audit",
-    "truncated",
-    "columns",
-}
+    "step", "version", "prompt", "group", "response", "prompt_ids", "response_ids", "mask", "log_ratio", "advantages",
+    "values", "score", "rewards", "audit", "truncated", "columns",
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
