@@ -32,7 +32,7 @@ from benchmarks.inputs import EOS, SIZES, make_tokenizer, write_models
 from benchmarks.roofline import shape_of
 from benchmarks.run import Worker, instructions
 from lightrlhf.cpu import enable
-from lightrlhf.storage.checkpoint import write_text
+from lightrlhf.storage.writing import write_text
 from lightrlhf.training.roofline import Ceilings, Shape, Work, forward, generate, measure_ceilings, update_work
 
 RESULTS = Path(__file__).resolve().parent / "results"

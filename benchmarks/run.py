@@ -34,7 +34,7 @@ from benchmarks.tables import RESULTS, insert, row, verdict
 from lightrlhf.cli.errors import RunFailure, UsageError, one_line_errors
 from lightrlhf.cli.fields import Args, at_least, flag
 from lightrlhf.cli.parser import parse
-from lightrlhf.storage.checkpoint import write_text
+from lightrlhf.storage.writing import write_text
 
 ROOT = Path(__file__).resolve().parents[1]
 START_SECONDS, REPETITION_SECONDS = 300, 600  # timeouts of a worker

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lightrlhf.cli.errors import UsageError
-from lightrlhf.storage.checkpoint import write_text
+from lightrlhf.storage.writing import write_text
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"

@@ -56,10 +56,10 @@ from lightrlhf.data.rendering import Unrendered, render_shown
 from lightrlhf.data.splits import SPLITS
 from lightrlhf.data.tokens import adds_bos, check_end_token, encode_prompt
 from lightrlhf.gguf.files import from_gguf
-from lightrlhf.storage.checkpoint import save_pickled
 from lightrlhf.storage.destinations import check_destination
 from lightrlhf.storage.jsonl import Row
 from lightrlhf.storage.locks import lock_folder
+from lightrlhf.storage.writing import save_pickled
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -12,8 +12,7 @@ from typing import Any
 from datasets_prep.encoding import STAGES
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.data.splits import SPLITS
-from lightrlhf.storage.checkpoint import sealed_files
-from lightrlhf.storage.seals import seal
+from lightrlhf.storage.seals import seal, sealed_files
 from lightrlhf.storage.temporary import remove, temporary_path
 from lightrlhf.storage.writing import make_folder, sync_folder, writing
 

@@ -16,9 +16,8 @@ from typing import Any
 
 from datasets_prep import report
 from lightrlhf.cli.hub import is_on_hub
-from lightrlhf.storage.checkpoint import read_manifest, sealed_files
 from lightrlhf.storage.hub import shorten_paths, uploading
-from lightrlhf.storage.seals import seal
+from lightrlhf.storage.seals import read_manifest, seal, sealed_files
 
 USE = """```bash
 hf download {repository} --repo-type dataset --local-dir data/{name}

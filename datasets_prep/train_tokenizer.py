@@ -22,9 +22,9 @@ from datasets_prep.reading import Source
 from lightrlhf.cli.errors import RunFailure, UsageError, one_line_errors
 from lightrlhf.cli.fields import Args, at_least
 from lightrlhf.cli.parser import parse
-from lightrlhf.storage.checkpoint import MANIFEST
 from lightrlhf.storage.destinations import check_destination
 from lightrlhf.storage.locks import lock_folder
+from lightrlhf.storage.seals import MANIFEST
 
 PAD, EOS = "<|pad|>", "<|endoftext|>"
 MIN_VOCABULARY = 256 + 2  # all bytes and the two special tokens

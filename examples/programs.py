@@ -14,7 +14,7 @@ from typing import Any
 from lightrlhf.cli.calls import call
 from lightrlhf.cli.errors import RunFailure
 from lightrlhf.cli.processes import end_with_parent
-from lightrlhf.storage.checkpoint import write_text
+from lightrlhf.storage.writing import write_text
 
 
 def logged(log: Path, program: ModuleType, **flags: Any) -> Any:

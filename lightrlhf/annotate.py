@@ -39,8 +39,8 @@ from lightrlhf.models.tokenizer import load_tokenizer, store_tokenizer
 from lightrlhf.rewards import functions, loading
 from lightrlhf.rewards.encoding import Encoding, samples_of_row
 from lightrlhf.rewards.scorers import GroupScorer, with_rewards
-from lightrlhf.storage import checkpoint, destinations, jsonl, locks, results, run_dir, seals
-from lightrlhf.storage.writing import writing
+from lightrlhf.storage import destinations, jsonl, locks, results, run_dir, seals
+from lightrlhf.storage.writing import write_text, writing
 from lightrlhf.training.provenance import given_objects
 
 if TYPE_CHECKING:
@@ -289,8 +289,8 @@ def write_pairs(
             else:
                 (folder / f"preference_{split}.pt").unlink(missing_ok=True)
         store_tokenizer(tokenizer, folder)
-        checkpoint.write_text(folder / "report.json", jsonl.to_json(report, indent=1))
-        checkpoint.write_text(folder / "args.json", json.dumps({**to_dict(args), "judge": judge}, indent=1))
+        write_text(folder / "report.json", jsonl.to_json(report, indent=1))
+        write_text(folder / "args.json", json.dumps({**to_dict(args), "judge": judge}, indent=1))
         seals.seal(folder, ["args.json"])
     return f"{folder}: {counted(counts)}, mean margin {mean:.3f}"
 

@@ -36,10 +36,10 @@ from lightrlhf.data.tokens import decode
 from lightrlhf.models.tokenizer import load_tokenizer
 from lightrlhf.rewards.functions import Failure, Response
 from lightrlhf.rewards.workers import Workers
-from lightrlhf.storage.checkpoint import write_text
 from lightrlhf.storage.destinations import check_output
 from lightrlhf.storage.jsonl import to_json
 from lightrlhf.storage.results import cell, print_table
+from lightrlhf.storage.writing import write_text
 
 ANSWERS = ("answer", "ground_truth", "solution", "completion")  # columns, the first that a row has is taken
 REPEATS = 100

@@ -32,7 +32,7 @@ from lightrlhf.models.names import holds_reward_model, resolve
 from lightrlhf.models.quantisation import is_quantised
 from lightrlhf.models.roles import Role
 from lightrlhf.models.tokenizer import end_ids, load_tokenizer
-from lightrlhf.storage import checkpoint, destinations, locks
+from lightrlhf.storage import destinations, locks, seals
 from lightrlhf.storage.results import print_table
 from lightrlhf.storage.run_dir import is_experiment_dir
 from lightrlhf.storage.writing import make_folder, writing
@@ -98,7 +98,7 @@ def run(args: ExportArgs) -> str:
     with writing(f"--destination_dir {destination}", error=UsageError):
         make_folder(destination.parent)
     with locks.lock_file(destination):
-        checkpoint.write_folder(destination, lambda folder: found.append(write(args, source, folder, name)))
+        seals.write_folder(destination, lambda folder: found.append(write(args, source, folder, name)))
     show(args, destination, found[0])
     return str(destination)
 

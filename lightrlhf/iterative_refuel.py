@@ -39,7 +39,7 @@ from lightrlhf.models.loading import find_device, load_policy
 from lightrlhf.models.roles import Policy, vocabulary_size
 from lightrlhf.models.tokenizer import store_tokenizer
 from lightrlhf.rewards import functions, loading, scorers
-from lightrlhf.storage import checkpoint, jsonl, run_dir, writing
+from lightrlhf.storage import jsonl, run_dir, writing
 from lightrlhf.storage.jsonl import Row
 from lightrlhf.training import iterated, iterated_dir, model_card, provenance
 from lightrlhf.training.iterated import Iterated, Iteration, Stage
@@ -243,7 +243,7 @@ def tokenize(it: Iteration[IterativeRefuelArgs]) -> None:
     results: Row = {"counts": dict(counts), "rows": {split: len(members) for split, members in by_split.items()}}
     results["reward_queries"] = sum(len(scores[side]) for scores in rewards for side in SIDES)
     results["score_by_turn"] = [iterated.mean(s[h] for s in firsts if len(s) > h) for h in range(max(map(len, firsts)))]
-    checkpoint.write_text(folder / "pairs" / "report.json", json.dumps(results, indent=1))
+    writing.write_text(folder / "pairs" / "report.json", json.dumps(results, indent=1))
     print(f"{folder / 'pairs'}: {summary}")
 
 
@@ -314,7 +314,7 @@ def report(run: Iterated[IterativeRefuelArgs]) -> Metrics:
         for row in rows
     ]
     last = run.write_results(rows, metrics)
-    checkpoint.write_text(run.directory / "README.md", card(run.args, run.directory, rows))
+    writing.write_text(run.directory / "README.md", card(run.args, run.directory, rows))
     if "score_by_turn" in rows[-1]:
         scores = " ".join(f"{value:.3f}" for value in rows[-1]["score_by_turn"])
         print(f"iteration {rows[-1]['iteration']}: score by turn {scores}", flush=True)

@@ -41,10 +41,10 @@ from lightrlhf.maths.length_control import length_controlled_win_rate
 from lightrlhf.maths.ops import share_interval
 from lightrlhf.models.loading import find_device
 from lightrlhf.rewards import encoding, functions, loading, scorers
-from lightrlhf.storage.checkpoint import write_text
 from lightrlhf.storage.destinations import check_output
 from lightrlhf.storage.jsonl import JsonlWriter, Row, to_json, write_jsonl
 from lightrlhf.storage.results import cell, new_figure, print_table, save_figure, try_first
+from lightrlhf.storage.writing import write_text
 
 CHUNK = 32  # pairs scored between two writes
 MAX_MALFORMED = 3  # replies without a verdict, after which a pair counts as malformed

@@ -42,7 +42,7 @@ from lightrlhf.models.loading import find_device, load_policy
 from lightrlhf.models.names import resolve, starting_model
 from lightrlhf.models.tokenizer import load_tokenizer
 from lightrlhf.rewards import encoding, functions, loading, scorers
-from lightrlhf.storage import checkpoint, jsonl, results, run_dir
+from lightrlhf.storage import jsonl, results, run_dir, writing
 from lightrlhf.storage.jsonl import Row
 from lightrlhf.training import iterated, iterated_dir, launch, provenance, rollout_log
 from lightrlhf.training.iterated import Iterated, Iteration, Stage
@@ -257,7 +257,7 @@ def write_best(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
         raise UsageError(f"{folder / 'rewards.jsonl'} has no best response to learn from: {counted}")
     splits.save_split(folder / "pairs", "finetune", "train", rows)
     report = json.loads((folder / "pairs" / "report.json").read_text(encoding="utf-8"))
-    checkpoint.write_text(folder / "pairs" / "report.json", json.dumps(report | {"raft": dict(counts)}, indent=1))
+    writing.write_text(folder / "pairs" / "report.json", json.dumps(report | {"raft": dict(counts)}, indent=1))
     print(f"{folder / 'pairs'}: {counted}")
 
 

@@ -11,7 +11,7 @@ import pytest
 from helpers import ROOT, environment
 from helpers.processes import PATIENCE
 
-from lightrlhf.storage.checkpoint import write_text
+from lightrlhf.storage.writing import write_text
 
 DRY = ["--device", "cpu", "--size", "tiny"]
 

@@ -36,11 +36,10 @@ from lightrlhf.cli.paths import check_folder
 from lightrlhf.data.splits import SPLITS
 from lightrlhf.envs.tree import Entry, Refused, Tree, as_text, is_plain_name
 from lightrlhf.generation.openai_client import RemoteArgs, Servers
-from lightrlhf.storage.checkpoint import write_text
 from lightrlhf.storage.destinations import check_destination
 from lightrlhf.storage.jsonl import JsonlWriter, Row, write_jsonl
 from lightrlhf.storage.locks import lock_folder
-from lightrlhf.storage.writing import writing
+from lightrlhf.storage.writing import write_text, writing
 
 MAX_DEPTH = 2  # folders between the root and a file
 MAX_BYTES = 500_000  # of a file

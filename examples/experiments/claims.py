@@ -35,7 +35,7 @@ from examples.experiments.stats import log_rank, shown_gap
 from lightrlhf.cli.errors import RunFailure, one_line_errors
 from lightrlhf.cli.fields import Args
 from lightrlhf.cli.parser import parse
-from lightrlhf.storage.checkpoint import write_text
+from lightrlhf.storage.writing import write_text
 
 HOWTO = Path(__file__).resolve().parents[2] / "howto"
 PAGES = [path for path in sorted(HOWTO.rglob("*.md")) if path.name != "claims.md"]

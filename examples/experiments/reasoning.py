@@ -42,9 +42,10 @@ from lightrlhf.cli.errors import one_line_errors
 from lightrlhf.cli.fields import Args, flag, random_seed
 from lightrlhf.cli.parser import parse
 from lightrlhf.data.splits import Row
-from lightrlhf.storage.checkpoint import checkpoints, write_text
+from lightrlhf.storage.checkpoint import checkpoints
 from lightrlhf.storage.jsonl import JsonlWriter
 from lightrlhf.storage.results import label, panels, print_table, save_figure
+from lightrlhf.storage.writing import write_text
 
 PLAIN = {"operators": ["+", "-"], "operators_weights": [0.5, 0.5], "min_terms": 2, "max_terms": 2}  # x + 3 = 5
 FACTOR = PLAIN | {"operators": ["+", "-", "*"], "operators_weights": [0.5, 0.5, 0.0]}  # 2*x + 3 = 7

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from lightrlhf.cli.errors import UsageError
-from lightrlhf.storage.checkpoint import replacing, write_text
 from lightrlhf.storage.jsonl import SEAL, JsonlWriter, read_jsonl, stored_settings, write_jsonl
+from lightrlhf.storage.writing import replacing, write_text
 from lightrlhf.training.provenance import git_commit, versions
 
 CPUINFO = Path("/proc/cpuinfo")  # of Linux

@@ -49,9 +49,9 @@ from lightrlhf.data.splits import IGNORE_INDEX, save_split
 from lightrlhf.data.tokens import encode_prompt, encode_response
 from lightrlhf.generation.dialogues import user_turn_ids
 from lightrlhf.models.tokenizer import store_tokenizer
-from lightrlhf.storage.checkpoint import write_text
 from lightrlhf.storage.results import label, panels, print_table, save_figure
 from lightrlhf.storage.seals import seal
+from lightrlhf.storage.writing import write_text
 
 VALUES = 4  # of each slot
 ASK, KNOWN = 0.2, 0.7  # how often demonstrations ask, and how often they then use an answer they have

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lightrlhf.maths.student import interval
-from lightrlhf.storage.checkpoint import write_text
+from lightrlhf.storage.writing import write_text
 
 
 def paired(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float, float]:

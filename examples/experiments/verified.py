@@ -18,8 +18,8 @@ from lightrlhf.data.splits import IGNORE_INDEX, Row, load_split, save_split
 from lightrlhf.data.tokens import decode
 from lightrlhf.models.tokenizer import load_tokenizer, store_tokenizer
 from lightrlhf.rewards.verifiers import reasoning_gym
-from lightrlhf.storage.checkpoint import write_text
 from lightrlhf.storage.jsonl import read_jsonl, write_jsonl
+from lightrlhf.storage.writing import write_text
 
 SLOTS = 256  # of the generation engine
 

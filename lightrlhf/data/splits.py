@@ -20,9 +20,8 @@ import torch
 from lightrlhf.cli.errors import UsageError, first_line
 from lightrlhf.cli.groups import DataArgs, DataSetsArgs
 from lightrlhf.data.schema import IGNORE_INDEX, Row, check_rows, share_columns, without_equal_pairs
-from lightrlhf.storage.checkpoint import save_tensors
 from lightrlhf.storage.seals import check_sealed, seal
-from lightrlhf.storage.writing import make_folder, writing
+from lightrlhf.storage.writing import make_folder, save_tensors, writing
 
 SPLITS = ("train", "validation", "test")
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightrlhf.data.splits import Row
 from lightrlhf.envs.episodes import Episode, PlayedBatch, rates_by_level
-from lightrlhf.storage.checkpoint import write_text
+from lightrlhf.storage.writing import write_text
 from lightrlhf.training.rollout_log import append_rollouts, num_logged, rollout_row, writing_rollouts
 from lightrlhf.training.run import Metrics, Run
 

@@ -27,8 +27,8 @@ from lightrlhf.data.splits import Row
 from lightrlhf.data.tokens import decode, encode_prompt, spelled_control
 from lightrlhf.evaluation.answers import respond
 from lightrlhf.evaluation.subjects import Subject, Written
-from lightrlhf.storage.checkpoint import write_text
 from lightrlhf.storage.jsonl import write_jsonl
+from lightrlhf.storage.writing import write_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -32,8 +32,8 @@ from lightrlhf.models.lora import ADAPTER_CONFIG
 from lightrlhf.models.names import base_name
 from lightrlhf.models.roles import vocabulary_size
 from lightrlhf.rewards.functions import ANSWERS
-from lightrlhf.storage.checkpoint import write_text
 from lightrlhf.storage.jsonl import write_jsonl
+from lightrlhf.storage.writing import write_text
 
 LM_EVAL_TASK = """\
 task: lightrlhf_{task}

@@ -20,9 +20,9 @@ from lightrlhf.cli.hub import GGUF, PACKAGE, is_gguf
 from lightrlhf.cli.latest import why_missing
 from lightrlhf.cli.packages import check_package
 from lightrlhf.gguf.reading import read_gguf
-from lightrlhf.storage.checkpoint import damage, sha256, write_folder
 from lightrlhf.storage.locks import lock_folder
 from lightrlhf.storage.run_dir import why_no_model
+from lightrlhf.storage.seals import damage, sha256, write_folder
 from lightrlhf.storage.writing import writing
 
 if TYPE_CHECKING:

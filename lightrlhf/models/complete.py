@@ -1,6 +1,6 @@
 """Checks that the files of a model or adapter are complete; transformers initialises missing tensors at random.
 
-Left out: values (`check_weights`), and the seal of a checkpoint (`storage/checkpoint.py`).
+Left out: values (`check_weights`), and the seal of a checkpoint (`storage/seals.py`).
 """
 
 from __future__ import annotations

@@ -27,8 +27,8 @@ from lightrlhf.models.names import base_name, holds_reward_model
 from lightrlhf.models.quantisation import is_quantised
 from lightrlhf.models.roles import Role
 from lightrlhf.models.tokenizer import load_tokenizer
-from lightrlhf.storage.checkpoint import MANIFEST, write_folder
 from lightrlhf.storage.hub import uploading
+from lightrlhf.storage.seals import MANIFEST, write_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -10,24 +10,19 @@ Left out: Fabric's own `save`, which does not fsync and (2.6) hides a Permission
 
 from __future__ import annotations
 
-import hashlib
-import io
 import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
-
-import torch
 
 from lightrlhf.cli.errors import UsageError
-from lightrlhf.storage.temporary import create, remove_left, temporary_path
-from lightrlhf.storage.writing import rename, sync_folder, writing
+from lightrlhf.storage.seals import MANIFEST, accepting, damage, write_folder
+from lightrlhf.storage.temporary import remove_left, temporary_path
+from lightrlhf.storage.writing import rename, writing
 
-MANIFEST, BEST = "manifest.json", "best"
+BEST = "best"
 CHECKPOINT = r"checkpoint-[0-9]+"
 
 
@@ -138,36 +133,6 @@ def is_sealed(folder: Path) -> bool:
     return isinstance(stored, dict) and any(isinstance(one, str) and len(one) == 64 for one in stored.values())
 
 
-def read_manifest(folder: Path) -> dict[str, str]:
-    """SHA-256 by file name. Raises: FileNotFoundError, or ValueError when the manifest is damaged."""
-    try:
-        hashes = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise
-    except (OSError, RecursionError) as problem:
-        raise ValueError(f"{MANIFEST} cannot be read: {problem}") from None
-    if not isinstance(hashes, dict) or not all(isinstance(one, str) for one in hashes.values()):
-        raise ValueError(f"{MANIFEST} holds no hashes")
-    return hashes
-
-
-def sealed_files(folder: Path) -> list[str]:
-    """Names of the files that a manifest lists: all in the folder, behind links too, but the manifest and hidden ones.
-
-    Nothing loads a hidden file; file managers and network file systems add them.
-    """
-    names = []
-    for place, folders, files in os.walk(folder, followlinks=True):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        names += [(Path(place) / name).relative_to(folder).as_posix() for name in files if not name.startswith(".")]
-    return sorted(name for name in names if name != MANIFEST)
-
-
-def accepting(folder: Path) -> str:
-    """How to accept the files of a folder that were changed on purpose."""
-    return f"accept it by python -m lightrlhf.storage.seals {folder}"
-
-
 def set_aside(folder: Path, why: str = "damaged") -> Path:
     """Rename a damaged checkpoint, so that no step writes over it and none counts it; returns where it is.
 
@@ -201,121 +166,3 @@ def newest_checkpoint(experiment_dir: Path, flag: str) -> Path:
         )
     verify_checkpoint(existing[-1])
     return existing[-1]
-
-
-def write_folder(target: Path, write: Callable[[Path], None], replace: bool = False) -> None:
-    """Write a folder atomically, with a manifest of hashes; `write(folder)` writes its files.
-
-    replace: the folder may be there, and is then removed. Raises: RunFailure when it cannot be written.
-    """
-    partial = temporary_path(target)
-    with writing(target, kept=lambda: f"{partial} is left, remove it" if partial.exists() else ""):
-        try:
-            partial.mkdir()
-            write(partial)
-            hashes = {str(file.relative_to(partial)): _hash_and_sync(file) for file in _files(partial)}
-            write_text(partial / MANIFEST, json.dumps(hashes, indent=1, sort_keys=True))
-            for folder in (path for path in (partial, *partial.rglob("*")) if path.is_dir()):
-                sync_folder(folder)
-            if replace and target.exists():
-                shutil.rmtree(target)
-            partial.rename(target)  # refused where another folder with files has appeared
-        except BaseException:  # an interrupt, too
-            shutil.rmtree(partial, ignore_errors=True)
-            raise
-        sync_folder(target.parent)
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a file atomically. Raises: RunFailure naming it when it cannot be written; an older one stays."""
-    with replacing(path) as temporary, temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-
-
-def save_tensors(path: Path, value: Any) -> None:
-    """`torch.save` atomically. Raises: RunFailure naming the file when it cannot be written; an older one stays."""
-    with replacing(path) as temporary:
-        save_pickled(temporary, value)
-
-
-def save_pickled(path: Path, value: Any) -> None:
-    """`torch.save` that raises the operating system's own error, which torch's writer swallows. Raises: OSError."""
-    raw = _NotedErrors(path, "wb")
-    try:
-        with io.BufferedWriter(raw, 1 << 20) as file:
-            torch.save(value, file)
-    except RuntimeError as problem:
-        raise raw.problem or problem from None
-
-
-class _NotedErrors(io.FileIO):
-    """A file that keeps the first error of its writes: torch's C++ writer reports `unexpected pos` instead."""
-
-    problem: OSError | None = None
-
-    def write(self, content: Any) -> int:
-        try:
-            return super().write(content)
-        except OSError as problem:
-            self.problem = self.problem or problem
-            raise
-
-
-@contextmanager
-def replacing(path: Path, what: str = "") -> Iterator[Path]:
-    """Context manager: yield a temporary name to write; then flush, rename to `path`, and flush the entry.
-
-    what: named in errors instead of the path.
-    Raises: RunFailure naming the file when any of it fails; the temporary one is removed.
-    """
-    temporary = temporary_path(path)
-    with writing(what or path, kept=lambda: f"{temporary} is left, remove it" if temporary.exists() else ""):
-        create(temporary)
-        try:
-            yield temporary
-            with temporary.open("rb") as file:
-                os.fsync(file.fileno())
-            rename(temporary, path)
-        except BaseException:  # an interrupt, too
-            with suppress(OSError):
-                temporary.unlink()
-            raise
-
-
-def damage(folder: Path) -> str | None:
-    """What is wrong with a checkpoint by its manifest, the first that is found; None if nothing is."""
-    try:
-        hashes = read_manifest(folder)
-    except FileNotFoundError:
-        return f"it has no {MANIFEST}"
-    except ValueError:
-        return f"{MANIFEST} cannot be read"
-    added = [name for name in sealed_files(folder) if name not in hashes]
-    if added:
-        return f"{added[0]} was added to it"
-    for name, expected in hashes.items():
-        file = folder / name
-        if not file.is_file():
-            return f"{name} is missing"
-        if sha256(file) != expected:
-            return f"{name} is not what was written"
-    return None
-
-
-def _files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.is_file())
-
-
-def sha256(file: Path) -> str:
-    """SHA-256 of a file's content, in hexadecimal."""
-    digest = hashlib.sha256()
-    with file.open("rb") as stream:
-        for block in iter(lambda: stream.read(1 << 20), b""):
-            digest.update(block)
-    return digest.hexdigest()
-
-
-def _hash_and_sync(file: Path) -> str:
-    with file.open("rb") as stream:
-        os.fsync(stream.fileno())
-    return sha256(file)

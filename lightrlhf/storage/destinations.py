@@ -14,7 +14,8 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from lightrlhf.cli.errors import UsageError
-from lightrlhf.storage.checkpoint import MANIFEST, checkpoints
+from lightrlhf.storage.checkpoint import checkpoints
+from lightrlhf.storage.seals import MANIFEST
 
 RESULTS = ("eval", "export", "iteration-*", "curves.png", "votes.jsonl")  # places of results in an experiment dir
 MODEL = ("config.json", "adapter_config.json")  # each folder of weights has one of them

@@ -20,10 +20,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from lightrlhf.cli.errors import UsageError
-from lightrlhf.storage.checkpoint import replacing, write_text
 from lightrlhf.storage.file_kinds import HEAD, foreign
 from lightrlhf.storage.locks import lock_file
-from lightrlhf.storage.writing import make_folder, sync_folder, writing
+from lightrlhf.storage.writing import make_folder, replacing, sync_folder, write_text, writing
 
 SEAL = ("sha256", "bytes")  # beside the settings
 Row = dict[str, Any]  # of a file of data or results: values by column

@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from lightrlhf.cli.errors import UsageError
-from lightrlhf.storage.checkpoint import checkpoints, replacing, write_text
+from lightrlhf.storage.checkpoint import checkpoints
 from lightrlhf.storage.curves import Curve, smooth
 from lightrlhf.storage.destinations import check_output
 from lightrlhf.storage.jsonl import Row, as_jsonl, stored_settings, to_json, write_jsonl
 from lightrlhf.storage.locks import lock_folder
 from lightrlhf.storage.run_dir import is_experiment_dir
 from lightrlhf.storage.shards import WHOLE, Shard
+from lightrlhf.storage.writing import replacing, write_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -20,10 +20,10 @@ from typing import Any
 
 from lightrlhf.cli.errors import UsageError, first_line
 from lightrlhf.cli.latest import LATEST, why_missing
-from lightrlhf.storage.checkpoint import MANIFEST, accepting, checkpoints, follow_best, is_sealed, set_aside, step_of
+from lightrlhf.storage.checkpoint import checkpoints, follow_best, is_sealed, set_aside, step_of
 from lightrlhf.storage.destinations import check_destination, check_output
 from lightrlhf.storage.locks import LOCK
-from lightrlhf.storage.seals import check_sealed
+from lightrlhf.storage.seals import MANIFEST, accepting, check_sealed
 from lightrlhf.storage.temporary import is_temporary, temporary_path
 from lightrlhf.storage.writing import make_folder, rename, sync_folder, writing
 

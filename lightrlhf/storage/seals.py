@@ -1,7 +1,7 @@
 """Seals: `manifest.json` beside files holds the SHA-256 of each as it was written, compared as they are read.
 
 A seal binds content to a name, so a test split copied over the training split is noticed as a flipped bit is. A
-checkpoint and a stored base are sealed whole (`checkpoint.py`); in a folder of prepared data, and in an experiment dir,
+checkpoint and a stored base are written and sealed whole; in a folder of prepared data, and in an experiment dir,
 only what is read is compared. Files that were changed on purpose are accepted by
 `python -m lightrlhf.storage.seals FOLDER`, which seals the folder as it is now.
 
@@ -12,15 +12,91 @@ from __future__ import annotations
 
 import argparse
 import functools
+import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from lightrlhf.cli.errors import UsageError, one_line_errors
-from lightrlhf.storage.checkpoint import MANIFEST, accepting, read_manifest, sealed_files, sha256, write_text
+from lightrlhf.storage.temporary import temporary_path
+from lightrlhf.storage.writing import sync_folder, write_text, writing
 
+MANIFEST = "manifest.json"
 OURS = (MANIFEST, "args.json", "config.json", "adapter_config.json", "tokenizer_config.json", "report.json")
+
+
+def write_folder(target: Path, write: Callable[[Path], None], replace: bool = False) -> None:
+    """Write a folder atomically, with a manifest of hashes; `write(folder)` writes its files.
+
+    replace: the folder may be there, and is then removed. Raises: RunFailure when it cannot be written.
+    """
+    partial = temporary_path(target)
+    with writing(target, kept=lambda: f"{partial} is left, remove it" if partial.exists() else ""):
+        try:
+            partial.mkdir()
+            write(partial)
+            hashes = {
+                str(file.relative_to(partial)): _hash_and_sync(file)
+                for file in sorted(partial.rglob("*"))
+                if file.is_file()
+            }
+            write_text(partial / MANIFEST, json.dumps(hashes, indent=1, sort_keys=True))
+            for folder in (path for path in (partial, *partial.rglob("*")) if path.is_dir()):
+                sync_folder(folder)
+            if replace and target.exists():
+                shutil.rmtree(target)
+            partial.rename(target)  # refused where another folder with files has appeared
+        except BaseException:  # an interrupt, too
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+        sync_folder(target.parent)
+
+
+def sha256(file: Path) -> str:
+    """SHA-256 of a file's content, in hexadecimal."""
+    digest = hashlib.sha256()
+    with file.open("rb") as stream:
+        for block in iter(lambda: stream.read(1 << 20), b""):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _hash_and_sync(file: Path) -> str:
+    with file.open("rb") as stream:
+        os.fsync(stream.fileno())
+    return sha256(file)
+
+
+def read_manifest(folder: Path) -> dict[str, str]:
+    """SHA-256 by file name. Raises: FileNotFoundError, or ValueError when the manifest is damaged."""
+    try:
+        hashes = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise
+    except (OSError, RecursionError) as problem:
+        raise ValueError(f"{MANIFEST} cannot be read: {problem}") from None
+    if not isinstance(hashes, dict) or not all(isinstance(one, str) for one in hashes.values()):
+        raise ValueError(f"{MANIFEST} holds no hashes")
+    return hashes
+
+
+def sealed_files(folder: Path) -> list[str]:
+    """Names of the files that a manifest lists: all in the folder, behind links too, but the manifest and hidden ones.
+
+    Nothing loads a hidden file; file managers and network file systems add them.
+    """
+    names = []
+    for place, folders, files in os.walk(folder, followlinks=True):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        names += [(Path(place) / name).relative_to(folder).as_posix() for name in files if not name.startswith(".")]
+    return sorted(name for name in names if name != MANIFEST)
+
+
+def accepting(folder: Path) -> str:
+    """How to accept the files of a folder that were changed on purpose."""
+    return f"accept it by python -m lightrlhf.storage.seals {folder}"
 
 
 def seal(folder: Path, names: Iterable[str], before: Path | None = None) -> None:
@@ -57,13 +133,31 @@ def check_sealed(folder: Path, names: Iterable[str], verify: bool = True, remedy
         return _warn_unsealed(str(folder))
     except ValueError:
         raise UsageError(f"{folder / MANIFEST} is damaged; {remedy}") from None
-    for name in _expanded(folder, names, hashes):
+    if changed := _first_change(folder, _expanded(folder, names, hashes), hashes):
+        raise UsageError(f"{folder}/{changed}; {remedy}")
+
+
+def damage(folder: Path) -> str | None:
+    """What is wrong with a folder by its manifest, the first that is found; None if nothing is."""
+    try:
+        hashes = read_manifest(folder)
+    except FileNotFoundError:
+        return f"it has no {MANIFEST}"
+    except ValueError:
+        return f"{MANIFEST} cannot be read"
+    return _first_change(folder, sorted({*sealed_files(folder), *hashes}), hashes)
+
+
+def _first_change(folder: Path, names: Iterable[str], hashes: dict[str, str]) -> str | None:
+    """The first of these files that is not as it was sealed, and what is wrong with it."""
+    for name in names:
         if not (folder / name).is_file():
-            raise UsageError(f"{folder / name} is missing since the folder was written; {remedy}")
+            return f"{name} is missing"
         if name not in hashes:
-            raise UsageError(f"{folder / name} was added after the folder was written; {remedy}")
+            return f"{name} was added after the folder was written"
         if sha256(folder / name) != hashes[name]:
-            raise UsageError(f"{folder / name} is not what was written; {remedy}")
+            return f"{name} is not what was written"
+    return None
 
 
 def _within(name: str, parents: Sequence[str]) -> bool:

@@ -1,4 +1,4 @@
-"""Writing: one line for a disk that is full or read-only, and directory entries that survive a power cut.
+"""Atomic writing: one line for a disk that is full or read-only, and directory entries that survive a power cut.
 
 Left out: retries, since a full disk stays full, and waiting for space.
 """
@@ -6,12 +6,17 @@ Left out: retries, since a full disk stays full, and waiting for space.
 from __future__ import annotations
 
 import errno
+import io
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from lightrlhf.cli.errors import RunFailure, UsageError, first_line, write_problem
+from lightrlhf.storage.temporary import create, temporary_path
 
 
 @contextmanager
@@ -71,3 +76,59 @@ def rename(source: Path, target: Path) -> None:
     """Rename a flushed file or a link over `target`, and flush the entry. Raises: OSError."""
     source.replace(target)
     sync_folder(target.parent)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file atomically. Raises: RunFailure naming it when it cannot be written; an older one stays."""
+    with replacing(path) as temporary, temporary.open("w", encoding="utf-8") as file:
+        file.write(text)
+
+
+def save_tensors(path: Path, value: Any) -> None:
+    """`torch.save` atomically. Raises: RunFailure naming the file when it cannot be written; an older one stays."""
+    with replacing(path) as temporary:
+        save_pickled(temporary, value)
+
+
+def save_pickled(path: Path, value: Any) -> None:
+    """`torch.save` that raises the operating system's own error, which torch's writer swallows. Raises: OSError."""
+    raw = _NotedErrors(path, "wb")
+    try:
+        with io.BufferedWriter(raw, 1 << 20) as file:
+            torch.save(value, file)
+    except RuntimeError as problem:
+        raise raw.problem or problem from None
+
+
+class _NotedErrors(io.FileIO):
+    """A file that keeps the first error of its writes: torch's C++ writer reports `unexpected pos` instead."""
+
+    problem: OSError | None = None
+
+    def write(self, content: Any) -> int:
+        try:
+            return super().write(content)
+        except OSError as problem:
+            self.problem = self.problem or problem
+            raise
+
+
+@contextmanager
+def replacing(path: Path, what: str = "") -> Iterator[Path]:
+    """Context manager: yield a temporary name to write; then flush, rename to `path`, and flush the entry.
+
+    what: named in errors instead of the path.
+    Raises: RunFailure naming the file when any of it fails; the temporary one is removed.
+    """
+    temporary = temporary_path(path)
+    with writing(what or path, kept=lambda: f"{temporary} is left, remove it" if temporary.exists() else ""):
+        create(temporary)
+        try:
+            yield temporary
+            with temporary.open("rb") as file:
+                os.fsync(file.fileno())
+            rename(temporary, path)
+        except BaseException:  # an interrupt, too
+            with suppress(OSError):
+                temporary.unlink()
+            raise

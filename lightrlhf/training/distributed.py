@@ -28,7 +28,7 @@ from lightrlhf.cli.parser import to_dict
 from lightrlhf.cli.patience import RANK, patience
 from lightrlhf.models.loading import find_device
 from lightrlhf.models.sharding import shard_layers
-from lightrlhf.storage.checkpoint import sha256
+from lightrlhf.storage.seals import sha256
 from lightrlhf.training.loss_scale import scaled_precision
 from lightrlhf.training.restarts import check_restarts
 from lightrlhf.training.watchdog import COLLECTIVE_GRACE

@@ -20,10 +20,11 @@ from lightrlhf.data.splits import Row
 from lightrlhf.models.loading import find_device
 from lightrlhf.models.saving import upload
 from lightrlhf.models.tokenizer import load_tokenizer
-from lightrlhf.storage.checkpoint import checkpoints, final_checkpoint, write_text
+from lightrlhf.storage.checkpoint import checkpoints, final_checkpoint
 from lightrlhf.storage.jsonl import finite_metrics, to_json, write_jsonl
 from lightrlhf.storage.locks import lock_folder
 from lightrlhf.storage.results import in_words
+from lightrlhf.storage.writing import write_text
 from lightrlhf.training import iterated_dir, launch
 from lightrlhf.training.dry_run import texts_of_sample
 from lightrlhf.training.iterated_dir import IteratedArgs

@@ -28,10 +28,10 @@ from lightrlhf.models.loading import find_device
 from lightrlhf.models.names import base_name, resolve, starting_model
 from lightrlhf.models.quantisation import check_stored_quantisation
 from lightrlhf.storage import run_dir
-from lightrlhf.storage.checkpoint import MANIFEST, checkpoint_path, checkpoints, damage, set_aside, write_text
+from lightrlhf.storage.checkpoint import checkpoint_path, checkpoints, set_aside
 from lightrlhf.storage.locks import LOCK, lock_folder
-from lightrlhf.storage.seals import seal
-from lightrlhf.storage.writing import remove_empty, rename, sync_folder, writing
+from lightrlhf.storage.seals import MANIFEST, damage, seal
+from lightrlhf.storage.writing import remove_empty, rename, sync_folder, write_text, writing
 from lightrlhf.training.beginning import describe_rows
 from lightrlhf.training.distributed import training_device
 from lightrlhf.training.provenance import check_given

@@ -29,8 +29,8 @@ from lightrlhf.data.splits import Row, token_keys
 from lightrlhf.models.forward import inference
 from lightrlhf.models.roles import Policy, policy_inputs
 from lightrlhf.models.saving import hash_weights
-from lightrlhf.storage.checkpoint import save_tensors
 from lightrlhf.storage.locks import lock_folder
+from lightrlhf.storage.writing import save_tensors
 from lightrlhf.training.dry_run import NUM_STEPS
 from lightrlhf.training.provenance import versions
 from lightrlhf.training.run import Run

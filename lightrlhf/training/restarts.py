@@ -18,8 +18,9 @@ from typing import Any, TypeVar
 
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.cli.groups import TrainArgs
-from lightrlhf.storage.checkpoint import checkpoints, write_text
+from lightrlhf.storage.checkpoint import checkpoints
 from lightrlhf.storage.run_dir import discard_runs
+from lightrlhf.storage.writing import write_text
 
 AnyArgs = TypeVar("AnyArgs", bound=TrainArgs)
 NOTE = "lightrlhf_run"  # file in torchrun's folder that names a run, and its number in the process

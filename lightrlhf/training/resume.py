@@ -21,8 +21,10 @@ from lightrlhf.cli.errors import UsageError
 from lightrlhf.maths.finite import leaves, not_finite
 from lightrlhf.models.lora import is_initial
 from lightrlhf.models.sharding import full_tensors
-from lightrlhf.storage.checkpoint import checkpoints, damage, newest_checkpoint, write_text
+from lightrlhf.storage.checkpoint import checkpoints, newest_checkpoint
 from lightrlhf.storage.run_dir import check_args, check_logged
+from lightrlhf.storage.seals import damage
+from lightrlhf.storage.writing import write_text
 from lightrlhf.training.provenance import check_given
 
 

@@ -26,8 +26,8 @@ from lightrlhf.cli.groups import TrainArgs
 from lightrlhf.data.batch import Batch
 from lightrlhf.data.splits import Row
 from lightrlhf.models.quantisation import compute_dtype
-from lightrlhf.storage.checkpoint import write_text
 from lightrlhf.storage.jsonl import to_json
+from lightrlhf.storage.writing import write_text
 
 OPTIMIZER_BYTES = 7 * 4  # per weight: AdamW reads weight, gradient and two moments, writes weight and moments
 

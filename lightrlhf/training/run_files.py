@@ -25,9 +25,7 @@ from lightrlhf.storage.checkpoint import (
     last_good,
     link_best,
     save_checkpoint,
-    save_pickled,
     set_aside,
-    write_text,
 )
 from lightrlhf.storage.hub import shorten_paths
 from lightrlhf.storage.locks import Lock, lock_folder
@@ -43,7 +41,7 @@ from lightrlhf.storage.run_dir import (
 )
 from lightrlhf.storage.seals import seal
 from lightrlhf.storage.temporary import remove_left
-from lightrlhf.storage.writing import writing
+from lightrlhf.storage.writing import save_pickled, write_text, writing
 from lightrlhf.training.beginning import Beginning
 from lightrlhf.training.best import Best
 from lightrlhf.training.dry_run import DryRun

@@ -28,7 +28,7 @@ from lightrlhf.cli.parser import to_dict
 from lightrlhf.data.macro_parsers import parser_model
 from lightrlhf.gguf.files import gguf_file
 from lightrlhf.models.names import base_name, model_folder, starting_model
-from lightrlhf.storage.checkpoint import sha256
+from lightrlhf.storage.seals import sha256
 
 MODELS = ("rm_experiment_dir", "ref_model", "reflect_experiment_dir", "user_model", "responder")
 FUNCTIONS = ("reward_function", "user_function", "loss_type", "advantage", "env")

@@ -18,7 +18,7 @@ from datasets_prep.generic import prepare_data as generic
 from datasets_prep.text_envs import prepare_data as text_envs
 from lightrlhf import sft
 from lightrlhf.data.splits import load_split
-from lightrlhf.storage.checkpoint import read_manifest
+from lightrlhf.storage.seals import read_manifest
 
 ROWS = [{"prompt": f"p{n}", "completion": f" answer {n}"} for n in range(40)] + [{"prompt": None, "completion": "x"}]
 

@@ -29,8 +29,8 @@ from lightrlhf.gguf import files, reading, tokens, writer
 from lightrlhf.gguf.files import FOLDER, describe_file, from_gguf
 from lightrlhf.models.names import quiet_libraries
 from lightrlhf.models.tokenizer import end_ids
-from lightrlhf.storage.checkpoint import damage
 from lightrlhf.storage.locks import LOCK
+from lightrlhf.storage.seals import damage
 
 HUGE, LARGE = 2**60, 2**31
 GGML = "tokenizer.ggml."

@@ -24,7 +24,7 @@ from typing import Any, Literal
 from lightrlhf.cli.errors import RunFailure, UsageError, one_line_errors
 from lightrlhf.cli.fields import Args, positive
 from lightrlhf.cli.parser import parse
-from lightrlhf.storage.checkpoint import write_text
+from lightrlhf.storage.writing import write_text
 
 ROOT = Path(__file__).resolve().parents[2]
 START_SECONDS = 120  # after which a worker that has not answered is killed

@@ -11,7 +11,7 @@ from tempfile import NamedTemporaryFile
 
 from helpers import save_model
 from lightrlhf.gguf.files import FOLDER, folder_of
-from lightrlhf.storage.checkpoint import write_folder
+from lightrlhf.storage.seals import write_folder
 
 
 def converted(file: Path, cache: Path, tokenizer) -> Path:

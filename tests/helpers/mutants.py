@@ -54,6 +54,7 @@ TESTS = {  # a file: the tests that concern it, the quick ones first
     "lightrlhf/models/packing.py": "models/test_packing.py",
     "lightrlhf/models/saving.py": "models/test_loading.py models/test_lora.py storage/test_checkpoint.py",
     "lightrlhf/storage/checkpoint.py": "storage/test_checkpoint.py training/test_run.py training/test_best.py",
+    "lightrlhf/storage/seals.py": "storage/test_checkpoint.py storage/test_seals.py",
 }
 LIMIT = 600  # seconds that the tests of a mutant may take; one that hangs is killed
 OPERATORS = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult}

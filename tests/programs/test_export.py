@@ -28,7 +28,7 @@ from lightrlhf.gguf.modelfile import chat_texts
 from lightrlhf.models import export_check, lora
 from lightrlhf.models.loading import load_policy
 from lightrlhf.models.tokenizer import load_tokenizer
-from lightrlhf.storage.checkpoint import damage
+from lightrlhf.storage.seals import damage
 
 TYPES = tuple(writer.FILE_TYPES)
 IDS = torch.arange(2, 30)[None]

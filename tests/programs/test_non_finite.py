@@ -23,7 +23,8 @@ from safetensors.torch import load_file, save_file
 from lightrlhf.cli.groups import DecodingArgs
 from lightrlhf.generation.engine import generate, generate_steps
 from lightrlhf.programs import TRAINING
-from lightrlhf.storage.checkpoint import checkpoints, sha256, verify_checkpoint
+from lightrlhf.storage.checkpoint import checkpoints, verify_checkpoint
+from lightrlhf.storage.seals import sha256
 from lightrlhf.training.learners import Learners
 from lightrlhf.training.phases import Phases
 from lightrlhf.training.run_files import Checkpoints

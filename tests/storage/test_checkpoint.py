@@ -15,9 +15,10 @@ from helpers import ROOT, environment, unmarked
 from helpers.errors import error_naming
 
 from lightrlhf.cli.errors import RunFailure, UsageError
-from lightrlhf.storage import checkpoint
-from lightrlhf.storage.checkpoint import checkpoints, newest_checkpoint, save_checkpoint, verify_checkpoint, write_text
+from lightrlhf.storage import checkpoint, seals
+from lightrlhf.storage.checkpoint import checkpoints, newest_checkpoint, save_checkpoint, verify_checkpoint
 from lightrlhf.storage.run_dir import choices, experiment_of, iterations
+from lightrlhf.storage.writing import write_text
 
 
 def write(folder: Path) -> None:
@@ -202,7 +203,7 @@ def test_small_files_are_written_atomically(tmp_path, monkeypatch):
     with error_naming(RunFailure, "a.json", "No space left"):
         write_text(tmp_path / "a.json", "second")
     assert (tmp_path / "a.json").read_text() == "first" and len(list(tmp_path.iterdir())) == 1
-    assert checkpoint.MANIFEST == "manifest.json"
+    assert seals.MANIFEST == "manifest.json"
 
 
 def test_iterations_are_in_order_of_their_numbers_and_copies_of_them_are_none(tmp_path):

@@ -12,8 +12,9 @@ from helpers import CAFE_SIZES, last_checkpoint
 from helpers.errors import error_naming
 
 from lightrlhf.cli.errors import UsageError
-from lightrlhf.storage.checkpoint import damage, save_checkpoint, write_folder
+from lightrlhf.storage.checkpoint import save_checkpoint
 from lightrlhf.storage.destinations import check_destination, check_output, is_run, owner_of
+from lightrlhf.storage.seals import damage, write_folder
 
 
 @pytest.fixture

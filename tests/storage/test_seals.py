@@ -18,9 +18,10 @@ from lightrlhf.demo.models import example_prompt
 from lightrlhf.models.names import resolve
 from lightrlhf.models.tokenizer import load_tokenizer
 from lightrlhf.storage import seals
-from lightrlhf.storage.checkpoint import final_checkpoint, is_sealed, save_checkpoint, verify_checkpoint, write_folder
+from lightrlhf.storage.checkpoint import final_checkpoint, is_sealed, save_checkpoint, verify_checkpoint
 from lightrlhf.storage.jsonl import JsonlWriter, read_jsonl
 from lightrlhf.storage.run_dir import stored_arg
+from lightrlhf.storage.seals import write_folder
 
 ROWS = [{"prompt_len": 1, "input_ids": [5, 6, 7], "targets": torch.tensor([-100, 6, 7])}]
 
@@ -251,7 +252,7 @@ def test_checkpoints(sft_dir, rm_dir, tmp_path, case):
             (saved / added).parent.mkdir(exist_ok=True)
             (saved / added).write_text("{}")
             for name in ways:
-                case(f"{mine.name}: {added} added", f"{added} was added to it" in said(partial(resolve, name)))
+                case(f"{mine.name}: {added} added", f"{added} was added" in said(partial(resolve, name)))
             (saved / added).unlink()
         renamed = shutil.copytree(saved, tmp_path / f"mine {mine.name}")
         case(f"{mine.name}: renamed loads", said(partial(resolve, str(renamed))) == "")
@@ -304,7 +305,7 @@ def test_what_a_seal_costs(tmp_path, capsys):
     """A line for the page: seconds for a gigabyte, of a split that is in the page cache."""
     import time
 
-    from lightrlhf.storage.checkpoint import sha256
+    from lightrlhf.storage.seals import sha256
 
     torch.save(torch.zeros(2**28, dtype=torch.uint8), tmp_path / "big.pt")
     start = time.perf_counter()

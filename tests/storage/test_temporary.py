@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 from helpers.errors import error_naming
 
-from lightrlhf.storage.checkpoint import write_folder, write_text
+from lightrlhf.storage.seals import write_folder
 from lightrlhf.storage.temporary import create, host, is_temporary, new_mark, remove_left, temporary_path
+from lightrlhf.storage.writing import write_text
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="nothing tells there whether a process lives")
 

@@ -14,10 +14,10 @@ from helpers.errors import error_naming
 from safetensors.torch import save_file
 
 from lightrlhf.cli.errors import RunFailure, one_line_errors, write_problem
-from lightrlhf.storage.checkpoint import save_checkpoint, save_tensors
+from lightrlhf.storage.checkpoint import save_checkpoint
 from lightrlhf.storage.jsonl import JsonlWriter, append_jsonl, read_jsonl, write_jsonl
 from lightrlhf.storage.results import new_figure, save_figure
-from lightrlhf.storage.writing import make_folder, writing
+from lightrlhf.storage.writing import make_folder, save_tensors, writing
 
 TENSORS = {"weights": torch.zeros(4000)}
 

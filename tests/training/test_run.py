@@ -18,7 +18,7 @@ from helpers.programs import main_of
 
 from lightrlhf import sft
 from lightrlhf.models.names import resolve
-from lightrlhf.storage.checkpoint import sha256
+from lightrlhf.storage.seals import sha256
 from lightrlhf.storage.temporary import host
 
 PROGRAMS = ("sft", "rm", "ppo")
