@@ -40,11 +40,11 @@ class RewardArgs(Args):
             raise UsageError("reward: give a function or several, and no --reward_function")
         check_reward_model(self.rm_experiment_dir)
         num_rewards = len(functions) + (self.rm_experiment_dir is not None)
-        if not num_rewards and (self.reward_weights or self.reward_timeout):
-            name, value = ("weights", self.reward_weights) if self.reward_weights else ("timeout", self.reward_timeout)
-            raise UsageError(f"--reward_{name} {value} needs --rm_experiment_dir or --reward_function")
+        weights = " ".join(map(str, self.reward_weights))
+        if not num_rewards and (weights or self.reward_timeout):
+            unused = f"weights {weights}" if weights else f"timeout {self.reward_timeout}"
+            raise UsageError(f"--reward_{unused} needs --rm_experiment_dir or --reward_function")
         if self.reward_weights and len(self.reward_weights) != num_rewards:
-            weights = " ".join(map(str, self.reward_weights))
             first = ", the reward model first" if self.rm_experiment_dir else ""
             raise UsageError(f"--reward_weights {weights}: give {num_rewards}, one for each reward{first}")
         if self.reward_weights and not any(self.reward_weights):
