@@ -38,7 +38,7 @@ class PromptArgs(SealArgs):
     split: Literal["train", "validation", "test"] = "test"
     """Split of `data_dir`."""
     prompts_from: Literal["prompts", "finetune", "preference"] | None = flag(None, needs="data_dir", show="rarely")
-    """Whose prompts of `data_dir`: by default `prompts_*.pt` where there is one, else `finetune_*.pt`."""
+    """Which prompts of `data_dir` to use. Default: `prompts_*.pt` if present, else `finetune_*.pt`."""
     prompts_file: str | None = flag(None, check=check_file, required="prompts", show="first")
     """JSONL file with a column `prompt` (text or messages), instead of `data_dir`; other columns are kept."""
     num_prompts: int | None = at_least(1, 2000)
@@ -86,7 +86,7 @@ def prompt_of(row: Row, where: str) -> str | list[dict[str, str]]:
 
 
 def prompts_of_data(args: PromptArgs, data_dir: str, with_answers: bool) -> list[Row]:
-    """All rows of `--prompts_from`. Raises: UsageError when answers are wanted and there are none."""
+    """All rows of `--prompts_from`. Raises: UsageError when answers are wanted but missing."""
     path = Path(data_dir) / f"prompts_{args.split}.pt"
     source = args.prompts_from or ("prompts" if path.is_file() else "finetune")
     if source != "prompts":

@@ -12,7 +12,7 @@ FAILURES = ("timeouts", "crashes", "errors")  # why a function gave no score tho
 
 @dataclass(frozen=True, kw_only=True)
 class Scores:
-    """Scores of B responses by R rewards; NaN where there is none."""
+    """Scores of B responses by R rewards; NaN where missing."""
 
     total: Tensor  # (B,) weighted sum
     parts: Tensor  # (B, R)

@@ -190,7 +190,7 @@ def _is_parted(tokenizer: PreTrainedTokenizerBase, size: int, prefix: str, chara
 
 
 def messages_of(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> Messages | None:
-    """Messages that the chat template renders as exactly these prompt ids; None if there are none.
+    """Messages that the chat template renders as exactly these prompt ids, or None.
 
     Inverts the template: the text it writes around the turns is found by rendering a dialogue of known words, with and
     without a system message.

@@ -39,13 +39,13 @@ class PairArgs(RunArgs, SamplingArgs, UserArgs, DialogueArgs):
     """Pairs of dialogues."""
 
     horizon: Literal["random", "final"] = "random"
-    """Turn whose score counts: uniform over the turns, or always the last one."""
+    """Horizon, the turn at which a dialogue is scored: uniform over the turns, or always the last."""
     prefix: Literal["policy", "dataset"] = "policy"
-    """Whose dialogue precedes the trained turn: the policy's own, or the data's."""
+    """Source of the dialogue before the trained turn: the policy, or the data."""
     turn: Literal["random", "last"] = "random"
-    """Turn that is trained: uniform up to the horizon, or the last turn alone."""
+    """Trained turn: uniform up to the horizon, or only the last turn."""
     validation_percentage: float = at_least(0, 0.05, below=0.5, remedy="try 0.05", show="rarely")
-    """Share of dialogues whose pairs go into the validation split; the test split gets the same share."""
+    """Fraction of dialogues held out for validation, and again for test."""
 
 
 # ---------------------------------------------------------------------------------------------------------- sampling
@@ -115,7 +115,7 @@ def side_of(row: Row, side: str) -> Dialogue:
 
 
 def make_pair(args: PairArgs, row: Row, scores: Row) -> Row | str:
-    """A row of `refuel_*.pt` with the higher scored side as `chosen`, or the reason why the dialogue gives none.
+    """A row of `refuel_*.pt` with the higher scored side as `chosen`, or the reason why there is no such row.
 
     scores: of every prefix of each side. A dialogue that its user ended before the horizon counts by its last turn.
     """

@@ -39,13 +39,13 @@ class DialogueArgs(RewardArgs):
     """Dialogues and their scores."""
 
     rm_chat_template: bool = flag(False, show="rarely")
-    """Show a prompt that is plain text to the reward model as a user message of its chat template."""
+    """Wrap plain-text prompts as user messages of the reward model's chat template."""
     total_length: int = at_least(1, 2048, show="rarely")
-    """Longest dialogue up to the trained turn, in tokens; longer ones are dropped."""
+    """Maximum tokens of a dialogue up to the trained turn; longer ones are dropped."""
     rollout_mini_batch_size: int = at_least(1, 64, show="rarely")
-    """Slots of the generation engine, and at most so many rows per pass of the reward model."""
+    """Slots of the generation engine, and the most rows per pass of the reward model."""
     eval_dialogues: int = at_least(0, 100, show="rarely")
-    """Dialogues of each evaluation: the first ones of the validation split; 0 switches evaluation off."""
+    """Number of validation dialogues, the first ones, per evaluation; 0 disables evaluation."""
 
 
 # -------------------------------------------------------------------------------------------------------- dialogues

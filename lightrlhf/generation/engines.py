@@ -40,11 +40,11 @@ class EngineArgs(DecodingArgs, RemoteArgs, ServerArgs):
     model_name: str = flag(show="first", positional=True)
     """Experiment dir, checkpoint, folder or hub name of the model; the model's name at the server for `openai`."""
     trust_remote_code: bool = flag(False, show="rarely")
-    """Let a model run the code of its own repository."""
+    """Allow a model to run code from its repository."""
     num_generations: int = at_least(1, 1)
     """Responses per prompt (K)."""
     rollout_engine: Literal["local", "openai"] = flag("local", needs="base_url", excludes={"rollout_server": ...})
-    """Sample by ids in this process, or at `rollout_server` if there is one; or texts at the servers of `base_url`."""
+    """Sample by token ids in this process (or at `rollout_server`), or by text at the servers of `base_url`."""
     rollout_mini_batch_size: int = at_least(1, 64)
     """Slots of the generation engine, and the largest number of rows per pass of the reward model."""
     seed: int = random_seed(42)
@@ -93,7 +93,7 @@ class Local:
         return local_sampler(self.policy, self.tokenizer, args, args.rollout_mini_batch_size)
 
     def close(self) -> None:
-        """End what is under way."""
+        """Cancel pending requests."""
 
 
 class Served(Local):
@@ -107,7 +107,7 @@ class Served(Local):
         return self.served.use(args)
 
     def close(self) -> None:
-        """End what is under way, and remove the exchange folder."""
+        """Cancel pending requests, and remove the exchange folder."""
         self.served.close()
 
 
@@ -135,7 +135,7 @@ class Remote:
             yield {**row, **results}
 
     def close(self) -> None:
-        """Nothing is under way."""
+        """There are no pending requests."""
 
 
 def make_engine(args: EngineArgs, tokenizer: PreTrainedTokenizerBase | None, device: torch.device) -> Local | Remote:

@@ -85,13 +85,13 @@ class BucketedSlots(Slots):
 
     @staticmethod
     def columns_for(count: int) -> int:
-        """The smallest bucket that holds so many columns: 64, 128, 192, 256, 384, 512, 768, ..."""
+        """The smallest bucket for this many columns: 64, 128, 192, 256, 384, 512, 768, ..."""
         step = max(LEAST_COLUMNS, 2 ** (count - 1).bit_length() // 4)
         return -(-count // step) * step
 
     @staticmethod
     def slots_for(busy: int) -> int:
-        """The smallest power of two that holds so many busy slots."""
+        """The smallest power of two that is at least the number of busy slots."""
         return 2 ** (busy - 1).bit_length()
 
     def step(self) -> None:

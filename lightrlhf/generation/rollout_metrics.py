@@ -24,7 +24,7 @@ def response_kl(rollout: Rollout) -> Tensor:
 
 
 def rollout_metrics(run: Run[Any], rollout: Rollout, scores: Tensor, by_token: Tensor) -> Metrics:
-    """Means over the responses of all ranks; scores: (B,), NaN where there is none, by_token: rewards, (B, T-1).
+    """Means over the responses of all ranks; scores: (B,), NaN where missing, by_token: rewards, (B, T-1).
 
     Score and reward are means over the scored responses, NaN where there is none; all others, the KL too, are
     means over all that were sampled, so the rollout is the one with the actions of them all.
@@ -72,7 +72,7 @@ def evaluation_metrics(run: Run[Any], rollout: Rollout, scores: Tensor) -> Metri
 
 
 def row_means(run: Run[Any], columns: Sequence[Tensor], counted: Tensor) -> list[float]:
-    """Mean of each column (B,) over the counted rows of all ranks, (B,) bool; NaN where there is none."""
+    """Mean of each column (B,) over the counted rows of all ranks, (B,) bool; NaN without any."""
     values = torch.stack([column.float() for column in columns], 1)  # (B, C)
     kept = torch.where(counted[:, None], values, torch.zeros_like(values))  # NaN times 0 would be NaN
     *sums, count = run.ranks.sum(torch.cat([kept.sum(0), counted.sum()[None].float()])).tolist()

@@ -55,8 +55,8 @@ class RolloutSampler:
     def sample(self, step: int) -> Rollout:
         """This rank's rollout of a step, counted from 0; the responses to a prompt are next to each other.
 
-        Where ranks share rows evenly, a group may lie on two. Raises: RunFailure when log-probabilities of the first
-        rollout are not those of the weights; ServersGone when no server is left.
+        Sharding may split a group over two ranks. Raises: RunFailure when the first rollout's log-probabilities do not
+        match the weights; ServersGone when no server is left.
         """
         run, ahead = self.run, None
         if run.args.max_staleness and step + 1 < run.order.planned_steps:
@@ -127,14 +127,13 @@ class RolloutSampler:
         return make_rollout(batch, rows, sampled, *settings)
 
     def _check_start(self, rollout: Rollout) -> None:
-        """Compare the first rollout with the reference's log-probabilities, without one with those of a forward pass.
+        """Compare the first rollout's log-probabilities with the reference's, or without one with a forward pass.
 
-        The pass is without groups, as those that gave the rollout's log-probabilities: packed otherwise they round
-        differently.
+        The pass is without groups, as in the rollout, because another packing rounds differently.
         """
         args, other, name = self.run.args, rollout.ref_logprobs, "the reference's"
         if self.reference is None:
-            batch, name = rollout.extend(Batch, group=None), "those of a forward pass"
+            batch, name = rollout.extend(Batch, group=None), "a forward pass's"
             with self.run.autocast(), unsharded(getattr(self.model, "module", self.model)):
                 other = score_logprobs(self.model, batch, args.temperature, args.rollout_mini_batch_size)  # (B, T-1)
         logprobs = rollout.logprobs

@@ -1,4 +1,4 @@
-"""Samplers: who answers prompts, the engine of this process or rollout servers, for programs that learn from texts.
+"""Samplers for programs that learn from texts: the engine of this process, or rollout servers.
 
 Such a program needs the responses alone. What servers sampled with is still compared with the weights of this process,
 on the first responses of each version, and refused where it differs; not of greedy or truncated sampling.
@@ -87,12 +87,12 @@ class ServedSampler:
         refuse_gap(self.served, sampled)
 
     def use(self, args: Any) -> ServedSampler:
-        """This sampler, by other flags from now on, such as another temperature."""
+        """This sampler with other flags, such as another temperature."""
         self.served.args = args
         return self
 
     def close(self) -> None:
-        """End what is under way."""
+        """Cancel pending requests."""
         self.served.close()
 
 

@@ -26,7 +26,7 @@ BLOCK = 256  # tokens
 def first_stop(
     tokenizer: PreTrainedTokenizerBase | None, response: Sequence[int], stop_strings: Sequence[str]
 ) -> int | None:
-    """Length in tokens of the shortest prefix whose text contains a stop string; None if there is none."""
+    """Length in tokens of the shortest prefix whose text contains a stop string, or None."""
 
     def stopped(length: int) -> bool:
         assert tokenizer is not None, "stop strings need a tokenizer"

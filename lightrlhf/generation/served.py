@@ -1,8 +1,8 @@
 """The policy of a run on rollout servers: sampling there, learning here.
 
-Before a rollout the weights are written to the exchange folder and loaded by the servers, unless these have those of
-the step already. At `--max_staleness 1` the next rollout is asked for as soon as this one is there, so it is sampled,
-by weights one step older, while this one is learned from; groups that replace others are fresh. Only the first rank
+Before a rollout the weights are written to the exchange folder and loaded by the servers, unless they have the step's
+weights already. At `--max_staleness 1` the next rollout is requested as soon as this one arrives, so it is sampled by
+weights one step older during this update; replacement groups use the current weights. Only the first rank
 talks to servers: it samples for all ranks.
 
 Left out: an age of more than one step, and rollouts that are cut and continued by newer weights.
@@ -56,7 +56,7 @@ class Ahead(NamedTuple):
 
 
 class ServedPolicy:
-    """A policy as servers sample from it.
+    """A policy that servers sample from.
 
     args: `SamplingArgs` and `ServerArgs`. run: the training, whose current weights servers get; without one weights
     never change, and `close` must be called. only_labels: responses are labels out of few allowed tokens.
@@ -117,7 +117,7 @@ class ServedPolicy:
         return Completions(*columns, removed_mass=0.0), self.step - step
 
     def diagnose(self, rollout: SampledBatch, limit: float) -> str:
-        """What explains a gap between servers and trainer, and what to do; limit: of the KL a token."""
+        """Likely causes of a gap between servers and trainer, and remedies; limit: KL per token."""
         return self._on_first(lambda: self._diagnosis(rollout, limit))
 
     def close(self) -> None:
@@ -150,7 +150,7 @@ class ServedPolicy:
         self.servers.load(target)
 
     def _sleep(self) -> bool:
-        """Have servers free their memory where LIGHTRLHF_SERVER_SLEEP is 1; whether they did."""
+        """Have servers free their memory if LIGHTRLHF_SERVER_SLEEP is 1; returns whether they did."""
         if is_asked := os.environ.get(SLEEP) == "1":
             self.servers.sleep(True)
         return is_asked
@@ -169,7 +169,7 @@ class ServedPolicy:
         self.ahead = Ahead(request, self.step, future)
 
     def _is_ahead(self, request: Request) -> bool:
-        """Whether servers answer just this request."""
+        """Whether the servers are working on exactly this request."""
         known = self.ahead and self.ahead.request
         return known is not None and known.prompts == request.prompts and torch.equal(known.noise, request.noise)
 
@@ -179,7 +179,7 @@ class ServedPolicy:
         return ahead.future.result(), ahead.step
 
     def _diagnosis(self, rollout: SampledBatch, limit: float) -> str:
-        """By what servers tell of themselves, and by a second look at the first responses without cached prefixes."""
+        """Diagnose by the servers' settings, and by re-scoring the first responses without cached prefixes."""
         precision = str(compute_dtype(self.args)).removeprefix("torch.")
         for url, settings in self.servers.settings():
             dtype = str(settings.get("dtype", precision)).removeprefix("torch.")
@@ -240,7 +240,7 @@ class ServedPolicy:
             raise
 
     def _on_first(self, work: Callable[[], Result]) -> Result:
-        """The result of `work`, which the first rank does, on all ranks; they raise what it raises there."""
+        """Run `work` on the first rank and broadcast its result or its exception."""
         answer: tuple[Any, UsageError | None] | None = None
         if self.ranks.is_first:
             try:

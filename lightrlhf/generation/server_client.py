@@ -43,7 +43,7 @@ REQUEST_ID = re.compile(r"lightrlhf-([0-9a-f]{16})-")
 
 # -------------------------------------------------------------------------------------------------------------- errors
 class Busy(Exception):
-    """A failure after which another attempt may succeed; `seconds` is the server's Retry-After."""
+    """A temporary failure, worth a retry; `seconds` is the server's Retry-After."""
 
     def __init__(self, reason: str, seconds: float | None = None) -> None:
         super().__init__(reason)
@@ -51,7 +51,7 @@ class Busy(Exception):
 
 
 class Late(Busy):
-    """No whole reply at the deadline."""
+    """The reply was incomplete at the deadline."""
 
 
 class InvalidResponse(Busy):
@@ -59,7 +59,7 @@ class InvalidResponse(Busy):
 
 
 class UnusableServer(RunFailure):
-    """A wrong key or address: another attempt at this server would fail, too."""
+    """A permanent failure of a server: a wrong key or address."""
 
 
 class NoRoute(UnusableServer):
@@ -119,7 +119,7 @@ class HttpThread:
         return asyncio.run_coroutine_threadsafe(work, self.loop)
 
     async def send(self, method: str, url: str, deadline: float, longest: int, **more: Any) -> httpx2.Response:
-        """The whole response. Raises: Late when it is not complete at the deadline, Busy when there is none."""
+        """The whole response. Raises: Late when it is incomplete at the deadline, Busy when nothing was received."""
         import httpx2
 
         content = bytearray()

@@ -110,7 +110,7 @@ class RolloutServers:
         self.http.start(self._sleep(asleep)).result()
 
     def settings(self) -> list[tuple[str, dict[str, Any]]]:
-        """Address and settings of each server that is not left out."""
+        """Address and settings of each active server."""
         return [(server.client.url, server.settings) for server in self._usable()]
 
     def score(self, texts: Sequence[list[int]]) -> list[tuple[str, list[list[float]]]]:

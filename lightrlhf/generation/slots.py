@@ -161,12 +161,12 @@ class Slots:
 
     @staticmethod
     def columns_for(count: int) -> int:
-        """Columns of the slab that has to hold so many."""
+        """Columns to allocate for this many."""
         return count
 
     @staticmethod
     def slots_for(busy: int) -> int:
-        """Slots that are kept for so many busy ones."""
+        """Slots to keep for this many busy ones."""
         return busy
 
     def waiting(self) -> bool:

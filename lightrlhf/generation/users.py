@@ -51,11 +51,11 @@ class UserArgs(RemoteArgs):
     user_function: str | None = flag(None, excludes={"user_model": ...})
     """Python function `package.module:function` as the user: f(dialogues, seeds, **columns) -> list of messages."""
     user_model: str | None = None
-    """Language model as the user: experiment dir, folder or hub name; with `base_url` its name at that server."""
+    """Language model as the user: experiment dir, folder or hub name, or with `base_url` its name at the server."""
     user_temperature: float = positive(0.8, show="rarely")
-    """Sampling temperature of that model."""
+    """Sampling temperature of the user model."""
     user_max_new_tokens: int = at_least(1, 256, show="rarely")
-    """Longest reply of that model."""
+    """Maximum tokens of the user model's reply."""
 
     def _check(self) -> None:
         if self.base_url and not self.user_model:
@@ -63,7 +63,7 @@ class UserArgs(RemoteArgs):
 
 
 def recorded_user(dialogues: Sequence[Dialogue], seed: int) -> list[str | None]:
-    """The data's own next message, whatever the assistant replied."""
+    """Replays the data's next message, whatever the assistant replied."""
     turns = [dialogue.columns.get("user_turns") or [] for dialogue in dialogues]
     return [texts[d.num_turns] if d.num_turns < len(texts) else None for d, texts in zip(dialogues, turns)]
 
@@ -120,7 +120,7 @@ class ModelUser:
 
 @dataclass
 class ServedUser:
-    """The same with a model at an OpenAI-compatible server. Raises: RunFailure when it refuses a dialogue."""
+    """A language model at an OpenAI-compatible server as the user. Raises: RunFailure when it refuses a dialogue."""
 
     servers: Servers
     temperature: float

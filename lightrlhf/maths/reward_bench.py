@@ -56,7 +56,7 @@ def ties_score(ref_gap: Tensor, tied_gap: Tensor, spread: Tensor, weights: Tenso
 
     ref_gap is of a prompt's reference question, which has one right answer, tied_gap and spread of the question with
     several; NaN where a prompt has only the other. The accuracies are means over all prompts that have such a question,
-    the shares over those with both, and the margin over those of them whose spread is not 0. weights: how often each
+    the shares over prompts with both, and the margin over such prompts with a spread above 0. weights: how often each
     prompt counts.
     """
     has_ref, has_tied = ~ref_gap.isnan(), ~tied_gap.isnan()

@@ -130,7 +130,7 @@ class RewardAudit:
         self.scorer = FunctionScorer(function, name, timeout=timeout, path=path, takes_messages=True, ranks=ranks)
 
     def score(self, rollout: Rollout) -> Tensor:
-        """Audit scores (B,) of a rollout's responses, NaN where there is none."""
+        """Audit scores (B,) of a rollout's responses, NaN where missing."""
         return score_rollout(self.scorer, rollout)
 
     def compare(self, step: int, scores: Scores) -> dict[str, float]:

@@ -30,7 +30,7 @@ ANSWERS = ("ground_truth", "answer", "solution")  # columns of right answers, th
 
 
 class Response(NamedTuple):
-    """What a reward function sees of one response; plain values, which go to other processes as they are."""
+    """The arguments of a reward function for one response, as plain values that other processes can receive."""
 
     prompt: Any  # text, or messages
     completion: Any  # text, or a list of one assistant message where the prompt is messages

@@ -1,4 +1,4 @@
-"""Losses and advantages of one's own, by import path: tried at the start, and checked at each call.
+"""User-defined losses and advantages, by import path: tried at the start, and checked at each call.
 
 Each of these functions returns a tensor of the shape that it got. One that fails, or returns anything else, ends the
 run in one line with what it should be.

@@ -219,7 +219,7 @@ def as_seen(sample: Sample, takes_messages: bool) -> Response:
 
 
 def score_rollout(scorer: GroupScorer, rollout: Rollout) -> Tensor:
-    """Scores (B,) of a rollout's responses by one scorer, NaN where there is none."""
+    """Scores (B,) of a rollout's responses by one scorer, NaN where missing."""
     scores = [math.nan if score is None else score for (score,) in scorer([[one] for one in samples_of(rollout)])]
     return torch.tensor(scores, device=rollout.input_ids.device)
 

@@ -37,7 +37,7 @@ START_LIMIT = 300.0  # seconds to import a function
 
 
 def path_of(function: Callable[..., Any]) -> str:
-    """The `package.module:name` another process can import a function by. Raises: UsageError when there is none."""
+    """The `package.module:name` another process can import a function by. Raises: UsageError without one."""
     module, attribute = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
     found = getattr(sys.modules.get(module or ""), attribute or "", None)
     if found is not function or module == "__main__":

@@ -1,7 +1,7 @@
 """The served model: completions by the generation engine, new weights, adapters by name.
 
 All methods run in one worker thread (see `app.App`), one after another, so weights never change under a request. A
-request is one call of `generate`, with the noise that it brings: its choices are bit by bit those of the same call in
+request is one call of `generate`, with the noise that it brings: its choices are bitwise equal to the same call in
 another process on the same kind of device with as many threads.
 
 Left out: batching several requests into one call, and several devices.
@@ -238,7 +238,7 @@ class Engine:
         self.adapters[name] = Adapter(role, layer_name, folder)
 
     def unload_adapter(self, name: str) -> None:
-        """Remove an adapter. Raises: Refusal when there is none by this name."""
+        """Remove an adapter. Raises: Refusal when the name is unknown."""
         if name not in self.adapters:
             raise Refusal(f"no adapter {name!r} is loaded")
         lora.remove_adapter(self.policy.model, self.adapters.pop(name).layer_name)

@@ -47,7 +47,7 @@ def save_checkpoint(
 
 
 def last_good(experiment_dir: Path) -> str:
-    """What a run that failed has to go on from, in words."""
+    """Which checkpoint a failed run can resume from, in words."""
     saved = checkpoints(experiment_dir)
     if not saved:
         return "there is no earlier checkpoint, so start again"
@@ -158,7 +158,7 @@ def drop_lost_best(experiment_dir: Path) -> str | None:
 
 
 def newest_checkpoint(experiment_dir: Path, flag: str) -> Path:
-    """The last checkpoint of a run, verified. Raises: UsageError when there is none or it is damaged."""
+    """The last checkpoint of a run, verified. Raises: UsageError when it is missing or damaged."""
     existing = checkpoints(experiment_dir)
     if not existing:
         raise UsageError(

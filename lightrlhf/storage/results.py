@@ -45,7 +45,7 @@ USUAL_METRICS = (  # what a run is judged by: the bar and the demo's curve show 
 
 
 def usual_metrics(logged: Set[str]) -> list[str]:
-    """The usual ones among the names of metrics, in their order; all where there is none."""
+    """The usual metrics among these names, in their order; all names if there are no usual ones."""
     return [name for name in USUAL_METRICS if name in logged] or sorted(logged)
 
 

@@ -38,15 +38,15 @@ WITHOUT_LINKS = (errno.EPERM, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, err
 
 
 def stored_arg(directory: str, key: str) -> Any:
-    """A value of `stored_args`; None when there is none. Raises: UsageError."""
+    """A value of `stored_args`, or None. Raises: UsageError."""
     return stored_args(directory).get(key)
 
 
 def stored_args(directory: str) -> dict[str, Any]:
-    """`{directory}/args.json` (for a checkpoint, of its experiment dir); empty when there is none.
+    """`{directory}/args.json` (for a checkpoint, of its experiment dir); empty when missing.
 
-    Raises: UsageError when it cannot be read or that of a run has changed since; that of prepared data is compared
-        where its files are read.
+    Raises: UsageError when it cannot be read or a run's file has changed; prepared data is compared where its files
+        are read.
     """
     folder = experiment_of(directory)
     try:
@@ -165,7 +165,7 @@ def choices(folders: Sequence[str]) -> dict[str, tuple[str, str]]:
 
 
 def read_metrics(experiment_dir: str) -> list[dict[str, Any]]:
-    """Rows of `metrics.jsonl`. Raises: UsageError when there is none."""
+    """Rows of `metrics.jsonl`. Raises: UsageError when it is missing."""
     path = Path(experiment_dir) / "metrics.jsonl"
     rows = read_logged(path)
     if rows is None:

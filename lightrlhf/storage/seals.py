@@ -102,8 +102,8 @@ def accepting(folder: Path) -> str:
 def seal(folder: Path, names: Iterable[str], before: Path | None = None) -> None:
     """Note the hashes of files that were written to a folder; a name may be a folder in it.
 
-    Other files keep the hashes they had (in `before`, whose files those of `folder` will replace); those of a folder
-    that had no manifest are noted as they are. Raises: OSError.
+    Other files keep the hashes they had (in `before`, which `folder` will replace); in a folder that had no
+    manifest their present hashes are noted. Raises: OSError.
     """
     names, earlier = list(names), before or folder
     try:

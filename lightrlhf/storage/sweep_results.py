@@ -145,7 +145,7 @@ def _colours(labels: Sequence[str], in_order: bool) -> dict[str, Any]:
 
 
 def _ticks(numbers: Sequence[float], scale: Callable[[float], float]) -> list[float]:
-    """Of numbers in ascending order those that are far enough from the one before for the label of each."""
+    """Select tick positions, from ascending numbers, that leave room for their labels."""
     apart, ticks = (scale(numbers[-1]) - scale(numbers[0])) / TICKS, [numbers[0]]
     for number in numbers:
         if scale(number) - scale(ticks[-1]) > apart:

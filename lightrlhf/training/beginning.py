@@ -1,4 +1,4 @@
-"""What a resumed run must have in common with its beginning: its sources, and which rows each step reads.
+"""Consistency of a resumed run with its beginning: its sources, and the rows that each step reads.
 
 The number of a step determines its rows, in an order that follows from the seed. With other rows, another seed or
 another number of rows per step, some rows would be trained on twice and others never. With another number of optimiser

@@ -1,4 +1,4 @@
-"""The best checkpoint of a run (`--keep_best`), and stopping when none follows (`--early_stop_patience`).
+"""The best checkpoint of a run (`--keep_best`), and early stopping (`--early_stop_patience`).
 
 All of it is in `resume.pt`, so a resumed run decides the same.
 

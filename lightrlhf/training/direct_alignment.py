@@ -33,21 +33,21 @@ class PreferenceArgs(TrainArgs, StartArgs):
     """Learning from preferences."""
 
     ref_model: str | None = flag(None, excludes={"loss_type": REFERENCE_FREE}, show="rarely")
-    """Experiment dir, checkpoint or folder of another reference; the starting policy when not given."""
+    """Reference model: experiment dir, checkpoint or folder. Default: the initial policy."""
     learning_rate: float = positive(1e-6)
     """Peak learning rate."""
     lr_warmup_ratio: float | None = 0.03
-    """Share of all steps for a linear warm-up from 0."""
+    """Fraction of all steps for a linear warm-up from 0."""
     disable_dropout: bool = True
     """Set the probability of every dropout module to 0."""
     beta: float = positive(0.1)
     """Strength of the KL constraint to the reference: the temperature of the implicit reward."""
     max_length: int | None = at_least(1, None, show="rarely")
-    """Longest prompt with response, in tokens; the rest is truncated."""
+    """Maximum tokens of prompt plus response; longer rows are truncated."""
     max_prompt_length: int | None = at_least(1, None, show="rarely")
-    """Longest prompt, in tokens."""
+    """Maximum tokens of a prompt."""
     truncation_mode: Literal["keep_end", "keep_start"] = flag("keep_end", show="rarely")
-    """End of a prompt that truncation to `max_prompt_length` keeps."""
+    """Which end of a prompt to keep when it is truncated to `max_prompt_length`."""
 
     def _check(self) -> None:
         if self.max_length and (self.max_prompt_length or 0) >= self.max_length:
@@ -68,7 +68,7 @@ def read_splits(
 
 
 def source_of(stage: str, split: str, folder: str, given: Given | None, other: str, program: str) -> str:
-    """Where the rows of a split are from, for errors. Raises: UsageError when there are only those of `other`, which
+    """Where the rows of a split are from, for errors. Raises: UsageError when there are only rows for `other`, which
     another program learns from."""
     if given is not None:
         return f"the given {split} rows"

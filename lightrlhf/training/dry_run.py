@@ -1,4 +1,4 @@
-"""Dry runs: what `--dry_run` shows of a run, of which nothing is written.
+"""Dry runs: what `--dry_run` prints; no files are written.
 
 Two steps are done whole, then one batch of the evaluation. The first step is shown; the second one is measured, for in
 the first the libraries warm up and the optimisers have no states yet. A hook on each trained model keeps the first

@@ -46,7 +46,7 @@ ProgramArgs = TypeVar("ProgramArgs")
 
 @dataclasses.dataclass(frozen=True)
 class Iteration(Generic[Args]):
-    """What a stage or an evaluation works on.
+    """An iteration, as its stages and evaluation see it.
 
     args: the run's, in a dry run its short iteration's; number: from 1, or 0 to evaluate the initial policy;
     policy: folder of the policy to start from, or to evaluate; initial: folder of the run's initial policy; data_dir:
@@ -133,7 +133,7 @@ class Iterated(Generic[Args]):
         on_step: OnStep | None = None,
         only: str = "all",
     ) -> None:
-        """Do what is left of all iterations, or one stage of the first unfinished one; in a dry run try the first.
+        """Run the remaining iterations, or one stage of the first unfinished one; in a dry run try the first.
 
         A stage ends the run by `StopTraining`, whose message is printed. evaluate: returns the results for
         `evaluation.json`, None without held-out rows; report: writes the run's files, returns the last metrics;

@@ -66,7 +66,7 @@ class IteratedArgs(TrainArgs, DataArgs, StartArgs, ServerArgs, RolloutLogArgs):
             raise ValueError(f"--num_nodes {self.num_nodes}: iterations run on one machine; use --devices")
 
     def num_steps(self, num_rows: int) -> int:
-        """Steps of an iteration's training on so many rows, as `Run.num_steps` counts them."""
+        """Training steps of an iteration with this many rows, as `Run.num_steps` counts them."""
         every = math.ceil(num_rows / (self.mini_batch_size * self.devices)) * (self.epochs or 1)
         return self.max_steps or every if self.epochs is None else min(every, self.max_steps or every)
 

@@ -163,8 +163,8 @@ class Learners:
         """Clip gradients, step optimiser and schedule of `name`; returns the gradient norm before clipping.
 
         With `--precision 16-mixed` a step whose gradients are not finite is skipped, and its norm is NaN.
-        Raises: RunFailure, naming the step and its rows, when a gradient is not finite, or those of many steps in a row
-        with 16-mixed; the weights are unchanged then.
+        Raises: RunFailure, naming the step and its rows, when a gradient is not finite (with 16-mixed: in many steps in
+        a row); the weights are unchanged then.
         """
         module, optimizer, scheduler = self.by_name[name]
         parameters = [p for p in module.parameters() if p.grad is not None]
@@ -241,7 +241,7 @@ class Learners:
         return {name: trained_weights(role, self.ranks.is_first) for name, role in self.roles().items()}
 
     def state(self) -> dict[str, Any]:
-        """What a resumed run needs besides the weights."""
+        """The state to resume from, besides the weights."""
         keep, state = self.ranks.is_first, {}
         state["optimizers"] = {
             name: full_tensors(learner.optimizer.state_dict(), keep) for name, learner in self.by_name.items()

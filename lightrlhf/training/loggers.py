@@ -23,7 +23,7 @@ LONGEST_TEXT = 10_000  # characters of a text that is shown; the files have all 
 
 
 class Logger(Protocol):
-    """What a run is logged to, besides the files of its experiment dir."""
+    """A destination of logs, besides the files of the experiment dir."""
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """Log finite metrics of a step."""

@@ -65,7 +65,7 @@ class LossScale:
         return {"train/skipped_steps": float(self.skipped), "train/loss_scale": self.scaler.get_scale()}
 
     def state(self) -> dict[str, Any]:
-        """What a resumed run needs, as plain values."""
+        """The state to resume from, as plain values."""
         return {"scaler": self.scaler.state_dict(), "skipped": self.skipped, "in_a_row": dict(self.in_a_row)}
 
     def load(self, state: dict[str, Any]) -> None:

@@ -22,7 +22,7 @@ GIB = 2**30
 FLOAT = 4  # bytes; weights that are trained, gradients and optimiser state are float32 in every precision
 QUANTISED = {8: 1.0, 4: 0.5 + 4 / 64}  # bytes of a frozen weight by bits; nf4 has a scale for each 64 weights
 MOMENTS = {"AdamW": 8, "Adam": 8, "AdamW8bit": 2, "PagedAdamW32bit": 8}  # bytes of a trained weight, by optimiser
-ADAPTERS = 0.01  # weights of adapters, of those of the base
+ADAPTERS = 0.01  # weights of adapters, as a fraction of the base's
 SPARE = 0.3  # share of a device that `largest_models` keeps for activations, rollouts and libraries
 
 
@@ -65,7 +65,7 @@ def peak_memory(device: torch.device) -> float:
 # ----------------------------------------------------------------------------------------------- memory that ran out
 @runtime_checkable
 class RolloutArgs(Protocol):
-    """Flags of a program that samples in batches of a size of their own."""
+    """Flags of a program with a separate batch size for sampling."""
 
     rollout_mini_batch_size: int
 

@@ -171,7 +171,7 @@ class MetricLog:
             self.bar.set_postfix({name.partition("/")[2]: f"{row[name]:.3f}" for name in shown}, refresh=False)
 
     def check_best(self, num_steps: int, eval_interval: int) -> None:
-        """Once all metrics have been due since this process began, num_steps ago, check that of `--keep_best`.
+        """Check the metric of `--keep_best` once this process, begun num_steps ago, has logged every metric.
 
         Raises: UsageError when it is not logged.
         """

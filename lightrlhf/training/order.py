@@ -59,7 +59,7 @@ class Order:
         return min(per_epoch * epochs, max_steps)
 
     def mix(self, sizes: Sequence[int]) -> None:
-        """Draw from sets of these sizes, whose rows are numbered one set after the other; prints the counts.
+        """Draw from sets of these sizes, their rows numbered one set after the other; prints the counts.
 
         By `--data_weights` an epoch, which is as long as all sets together, has that share of rows of each; without
         them it has every row once.
@@ -112,11 +112,11 @@ class Order:
         return list(rows[: limit * batch_size * self.ranks.world_size if limit else None])
 
     def name_rows(self, kind: str, names: Sequence[Any] | None = None) -> None:
-        """Say how errors call rows, and by which names instead of their numbers."""
+        """Set how errors name rows, instead of by their numbers."""
         self.kind, self.names = kind, names
 
     def describe(self, numbers: Iterable[int]) -> str:
-        """Rows by their numbers, as part of an error; nothing when there is none."""
+        """Rows by their numbers, as part of an error; "" without any."""
         rows = sorted({*numbers})
         names = rows if self.names is None else [self.names[i] for i in rows]
         return describe_rows(names, self.kind, self.ends, self.data_dirs)

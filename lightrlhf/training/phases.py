@@ -95,7 +95,7 @@ class Phases:
 
     # --------------------------------------------------------------------------------------------------- stopping
     def save_or_stop(self) -> None:
-        """Before a step, save if `--save_minutes` have passed, and end the run after a signal, alike on all ranks."""
+        """Before a step, save if `--save_minutes` have passed, and end the run after a signal, on all ranks."""
         wish = self.ranks.max(2 if self.signals.received else int(self.checkpoints.is_late))
         if wish == 2:
             self.stop_by_signal()
@@ -120,7 +120,7 @@ class Phases:
         raise RunFailure(f"{problem}; mend that, then resume with --resume_from {self.files.directory}") from None
 
     def _nothing_to_save(self) -> str:
-        """What is said after a signal before the first step: the training of an iteration is begun again."""
+        """Message after a signal before the first step: an iteration's training starts again."""
         whole = whole_run(self.files.directory)
         return NOTHING_TO_SAVE if whole == self.files.directory else f"; go on by --resume_from {whole}"
 

@@ -1,4 +1,4 @@
-"""Progress: how far a run is, which its parts share."""
+"""Progress of a run, shared by its parts."""
 
 from __future__ import annotations
 

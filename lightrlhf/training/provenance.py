@@ -46,7 +46,7 @@ def git_commit() -> str | None:
 
 
 def given_objects(**objects: Any) -> dict[str, str]:
-    """What `train` was called with instead of flags, for `args.json`: name -> kind and hash; None objects are left out.
+    """Objects given to `train` instead of flags, for `args.json`: name -> kind and hash; None objects are left out.
 
     Models are hashed by their weights, rows by their values, tokenizers by their vocabulary and chat template.
     Functions and environments are named, not hashed.

@@ -43,7 +43,7 @@ Parts = dict[str, Tensor]
 
 
 class Rows(Protocol):
-    """A list of rows, or what makes them when they are asked for."""
+    """A list of rows, or a function that makes it on demand."""
 
     def __len__(self) -> int: ...
 
@@ -118,7 +118,7 @@ def score_before_training(
     digest: str,
     phase: str = "reference",
 ) -> Scored:
-    """Score the rows of `parts`, given by their places among `rows`.
+    """Score the rows of `parts`, given by their indices in `rows`.
 
     Call this before `run.setup`, which loads the trained weights of a resumed run.
     score: returns the (S, n) log-probabilities of n rows, on all ranks. digest: hash of what they depend on, see
@@ -166,7 +166,7 @@ def blocks(run: Run[Any], num_steps: int, of_dry_run: bool = False) -> list[rang
 
 
 def parts_to_score(run: Run[Any], num_rows: int, num_validation: int, num_steps: int) -> list[list[int]]:
-    """Places of the rows that the steps, the check before them and evaluations read, validation last.
+    """Indices of the rows that the steps, the check before them and evaluations read, validation last.
 
     In a dry run only rows of its own steps.
     """
@@ -191,7 +191,7 @@ def _parts(run: Run[Any], num_rows: int, num_validation: int, num_steps: int, of
 
 
 def in_parts(run: Run[Any], places: Sequence[int]) -> list[list[int]]:
-    """Places that every run scores, in parts."""
+    """Indices that every run scores, in parts."""
     size = PART_ROWS * run.ranks.world_size
     return [list(places[start : start + size]) for start in range(0, len(places), size)]
 
@@ -238,7 +238,7 @@ def score_parts(
 
 
 class Finished:
-    """The scored parts by a hash of their places, and the file in which the first rank stores them, if any."""
+    """The scored parts by a hash of their indices, and the file in which the first rank stores them, if any."""
 
     def __init__(self, run: Run[Any], path: Path | None) -> None:
         self.run, self.path = run, path
@@ -274,7 +274,7 @@ class Finished:
 
 
 def by_place(scored: dict[str, Any], size: int) -> Tensor | None:
-    """(S, size) log-probabilities, NaN, which stops a run, at places without a score; None without any score."""
+    """(S, size) log-probabilities; NaN, which stops a run, where unscored; None without any score."""
     if not scored["places"]:
         return None
     columns = torch.tensor(scored["logps"], dtype=torch.float64).reshape(-1, len(scored["places"]))

@@ -1,4 +1,4 @@
-"""Restarts: the run that a command goes on with when `torchrun --max-restarts` starts its ranks again.
+"""Restarts: which run to continue when `torchrun --max-restarts` starts the ranks again.
 
 An agent of torchrun keeps one folder of logs for all of its attempts, and names it in the environment of its ranks. The
 first rank notes there which run it began, so a restarted command finds its own run, never one of another torchrun; a

@@ -1,4 +1,4 @@
-"""Resuming: what a checkpoint's `resume.pt` holds besides the model, and how a run continues from it.
+"""Resuming: the state in a checkpoint's `resume.pt`, and how a run continues from it.
 
 Optimisers, schedules, random states of all ranks, the loop's own state, and those trained weights that the model's own
 files do not hold bit for bit: a critic's, rounded ones, adapters that were joined with others. Metrics and samples of

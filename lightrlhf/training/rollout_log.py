@@ -1,4 +1,4 @@
-"""Sample logs: `rollouts.jsonl`, what an RL program learned from, and `samples.jsonl`, answers to fixed prompts.
+"""Sample logs: `rollouts.jsonl`, training samples of an RL program, and `samples.jsonl`, answers to fixed prompts.
 
 One row a sample, in both files of the same form. `rollouts.jsonl` is written where metrics are, after the first step
 and every `--log_interval`-th one: the first `--log_rollouts` samples of the step, which are all samples of its first
@@ -176,10 +176,10 @@ def rollout_row(
     truncated: bool | None = None,
     columns: Mapping[str, Any] | None = None,
 ) -> Row:
-    """A sample as a row of the file; what a program does not have is None.
+    """A sample as a row of the file; None for values that a program lacks.
 
-    texts: of prompt and response, decoded from the ids when not given; group: number of the prompt among those of the
-    step; mask: 1 where the policy sampled the token of the response, 0 where it was shown it, by default all sampled;
+    texts: of prompt and response, decoded from the ids when not given; group: number of the prompt within the step;
+    mask: 1 where the policy sampled the token of the response, 0 where it was shown it, by default all sampled;
     log_ratio, advantages, values: one number a token of the response.
     """
     if texts is None:

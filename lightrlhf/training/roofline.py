@@ -178,7 +178,7 @@ def ppo_floors(
     """Least seconds of the phases of a PPO iteration.
 
     `rollout`: generation, and the reference's log-probabilities (the policy's own come with sampling). `score`: a pass
-    of the critic and of the reward model, if any, assumed to have the critic's shape. `update`: that of both models.
+    of the critic and of the reward model, if any, assumed to have the critic's shape. `update`: of actor and critic.
     """
     texts = [prompt + response for prompt, response in zip(prompts, responses)]
     sampled = sum(responses)
@@ -245,7 +245,7 @@ Phase = dict[str, float | None]  # seconds, floor and their ratio; None where a 
 
 @runtime_checkable
 class RoundsArgs(Protocol):
-    """Flags of a program that samples rounds of rows, and learns from each in several passes."""
+    """Flags of a program that makes several passes over each rollout."""
 
     ppo_epochs: int
     rollout_mini_batch_size: int

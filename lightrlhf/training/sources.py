@@ -2,7 +2,7 @@
 
 `args.json` stores them, and a resumed run compares them: with a model that was trained further, or other weights at the
 path of an adapter's base, it would be another run under the same name. The fingerprint of a model covers every file
-that loading may read, and those of an adapter's base; of prepared data the tokenizer (for rows see `beginning.py`); of
+that loading may read, also of an adapter's base; of prepared data the tokenizer (for rows see `beginning.py`); of
 a function the file that defines it; of a hub repository the commit in the cache. A model may have moved.
 
 For a file of more than 64 MiB the size and 256 evenly spaced pieces of 64 KiB are hashed. Training changes every
