@@ -33,7 +33,7 @@ from helpers.errors import error_naming, refused
 
 from lightrlhf import dpo, evaluate
 from lightrlhf.cli.errors import RunFailure, UsageError
-from lightrlhf.cli.groups import DataSetsArgs, EvalArgs, ModelArgs, TensorParallelArgs, TrainArgs
+from lightrlhf.cli.groups import ModelArgs
 from lightrlhf.data.batch import micro_batches, preference_batch
 from lightrlhf.data.splits import load_split
 from lightrlhf.dpo import DPOArgs, fit_pairs, main, make_pairs, score_rows
@@ -41,7 +41,6 @@ from lightrlhf.maths import preference
 from lightrlhf.maths.preference import LOSSES, RAPO, Pairs
 from lightrlhf.models.loading import load_policy
 from lightrlhf.models.tokenizer import load_tokenizer
-from lightrlhf.plot import read_metrics
 from lightrlhf.training import reference
 from lightrlhf.training.direct_alignment import check_reference, truncate
 from lightrlhf.training.means import RunningMean
@@ -614,9 +613,10 @@ def test_a_bad_call_is_one_line_and_leaves_nothing_behind(flags, told, cafe_data
 
 def test_bad_models_and_columns_are_one_line(cafe_data, scored_data, base_model, rm_dir, tmp_path, capsys):
     start = ["--log_dir", tmp_path / "logs", *CPU]
-    assert "--sft_experiment_dir or --model_name is needed" in refused(capsys, main, *start, "--data_dir", cafe_data)
+    line = refused(capsys, main, *start, "--data_dir", cafe_data)
+    assert "--sft_experiment_dir" in line and "--model_name" in line
     given = [*start, "--model_name", base_model]
-    assert "holds a reward model" in refused(capsys, main, *given, "--data_dir", cafe_data, "--ref_model", rm_dir)
+    assert f"--ref_model {rm_dir}" in refused(capsys, main, *given, "--data_dir", cafe_data, "--ref_model", rm_dir)
     folder = shutil.copytree(scored_data, tmp_path / "data")
     rows = load_split(folder, "preference", "train")
     rows[2]["columns"]["margin"] = math.nan
@@ -632,16 +632,8 @@ def test_arguments_are_stored_with_the_run(dpo_dir):
 
 
 # -------------------------------------------------------------------------------------------------------------- page
-def test_the_page_explains_every_loss_flag_and_metric(dpo_dir):
-    from dataclasses import fields
-
+def test_the_page_explains_every_loss():
     page = (ROOT / "howto" / "algorithms" / "dpo.md").read_text(encoding="utf-8")
     table = page.split("## Losses")[1].split("\n## ")[0]
     assert set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == {*LOSSES}
     assert {f"--rapo {name}" for name in RAPO} <= set(re.findall(r"^\| `(--rapo \w+)` \|", table, re.MULTILINE))
-    logged = {name for row in read_metrics(dpo_dir) for name in row} - {"step"}
-    table = page.split("## Metrics")[1].split("\n## ")[0]
-    assert set(re.findall(r"^\| `([\w/]+)` \|", table, re.MULTILINE)) == logged
-    bases = TrainArgs, TensorParallelArgs, DataSetsArgs, EvalArgs, ModelArgs
-    shared = {field.name for base in bases for field in fields(base)}
-    assert not {f.name for f in fields(DPOArgs) if f.name not in shared and f"`--{f.name}" not in page}
