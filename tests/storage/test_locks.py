@@ -462,7 +462,8 @@ def test_two_real_runs_of_one_directory(case, warm, tmp_path, cafe_data, base_mo
         finally:
             os.killpg(first.pid, signal.SIGKILL)
             first.wait()
-        ended = warm.run("lightrlhf.sft", "--resume_from", run, "--devices", 1, "--max_steps", "1")
+        rows = ["--mini_batch_size", 8 * ranks]  # a rank's; a step keeps its number of rows
+        ended = warm.run("lightrlhf.sft", "--resume_from", run, "--devices", 1, "--max_steps", "1", *rows)
         case(f"it is once its {ranks} ranks are killed", ended.status == 0, ended.err[-200:] if ended.status else "")
 
 
