@@ -90,5 +90,5 @@ def read_object(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as problem:
         raise UsageError(f"{path} cannot be read ({problem}); use another --destination_dir") from None
     if not isinstance(found, dict):
-        raise UsageError(f"{path} is no JSON object; use another --destination_dir")
+        raise UsageError(f"{path} is not a JSON object; use another --destination_dir")
     return found

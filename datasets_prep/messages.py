@@ -140,7 +140,7 @@ def _part(part: Any) -> str:
     if kind in (None, "text", "input_text", "output_text") and len(texts) == 1:
         return texts[0]
     what = "of no type" if kind is None else f"{kind} without its text" if kind == "text" else str(kind)[:20]
-    raise BadRow(f"a part of a message is no text but {what}: only text is read")
+    raise BadRow(f"a part of a message is not text but {what}: only text is read")
 
 
 def _call(call: Any) -> dict[str, Any]:
@@ -261,7 +261,7 @@ def side(value: Any, name: str) -> str | Messages:
 
 
 def text_of(value: Any, name: str) -> str:
-    """Raises: BadRow for what is no text, or is a list written as text (in a CSV cell)."""
+    """Raises: BadRow for what is not text, or is a list written as text (in a CSV cell)."""
     if name == "completion" and type(value) is int:  # an answer such as 4
         return str(value)
     if not isinstance(value, str):

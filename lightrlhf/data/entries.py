@@ -18,7 +18,7 @@ def entry_text(entry: dict[str, Any], keep_tuples: bool = False) -> str:
 
 
 def read_entry(text: str) -> dict[str, Any]:
-    """The entry of a text of `entry_text`. Raises: ValueError when it is no JSON."""
+    """The entry of a text of `entry_text`. Raises: ValueError when it is not JSON."""
     return json.loads(text, object_hook=lambda value: tuple(value[TUPLE]) if value.keys() == {TUPLE} else value)
 
 

@@ -37,7 +37,7 @@ TEXTS = {
 
 @dataclass
 class Splits(Generic[Item]):
-    """What a program trains and evaluates on."""
+    """The training and validation rows of a program."""
 
     sets: list[list[Item]]  # training rows of each folder of `--data_dir`
     held_out: list[Item]  # validation rows of all of them
@@ -91,7 +91,7 @@ def load_rows(
     if isinstance(given, Mapping):
         unknown = [name for name in given if name not in SPLITS]
         if unknown:
-            raise UsageError(f"given rows: {unknown[0]!r} is no split; the splits are {', '.join(SPLITS)}")
+            raise UsageError(f"given rows: {unknown[0]!r} is not a split; the splits are {', '.join(SPLITS)}")
         if isinstance(given.get(split), str):
             raise UsageError(f"given rows: the split {split!r} is a text, not a list")
         rows = list(given.get(split, []))

@@ -64,7 +64,7 @@ def checked_row(row: Row, where: str) -> Row:
             raise UsageError(f"{where} has under {name!r} no text and no list of texts")
     subset = row.get("subset") or NO_SUBSET
     if not isinstance(subset, str):
-        raise UsageError(f"{where} has a 'subset' that is no text")
+        raise UsageError(f"{where} has a 'subset' that is not text")
     row = {**row, **sides, "subset": subset}
     if is_ties(row):
         own = row.get("id")

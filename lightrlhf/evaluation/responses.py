@@ -41,7 +41,7 @@ class ResponseArgs(RewardArgs):
     rm_chat_template: bool = False
     """Show a prompt that is plain text to the reward model as a user message of its chat template."""
     trust_remote_code: bool = flag(False, show="rarely")
-    """Let a reward model run the code of its own folder."""
+    """Allow a reward model to run code from its folder."""
     num_generations: int = at_least(1, 1)
     """Responses per prompt."""
     pass_k: list[int] = at_least(1, [])

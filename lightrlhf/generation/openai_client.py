@@ -80,7 +80,7 @@ class Servers:
         self.slots = asyncio.Semaphore(args.max_workers)
 
     def close(self) -> None:
-        """Cancel the requests under way."""
+        """Cancel pending requests."""
         self.http.close()
 
     def __enter__(self) -> Servers:

@@ -121,7 +121,7 @@ class ServedPolicy:
         return self._on_first(lambda: self._diagnosis(rollout, limit))
 
     def close(self) -> None:
-        """End what is under way, and remove the exchange folder."""
+        """Cancel pending requests, and remove the exchange folder."""
         if self.ranks.is_first:
             if self.is_asleep:
                 with suppress(UsageError):

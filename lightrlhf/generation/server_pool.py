@@ -70,7 +70,7 @@ class RolloutServers:
             raise
 
     def close(self) -> None:
-        """Cancel the requests under way."""
+        """Cancel pending requests."""
         self.http.close()
 
     def load(self, target: Target) -> None:

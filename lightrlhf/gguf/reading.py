@@ -95,7 +95,7 @@ def open_file(file: Path, named: str) -> tuple[Any, dict[str, Any]]:
             check_layout(reader)
             check_kinds(reader, stored)
     except Exception as problem:  # a damaged file makes the reader raise anything
-        raise UsageError(f"{named} is no readable GGUF file: {first_line(problem)}; give an intact copy") from None
+        raise UsageError(f"{named} is not a readable GGUF file: {first_line(problem)}; give an intact copy") from None
     if reader.byte_order != "I":
         raise UsageError(f"{named} is of the other byte order (big-endian); give a copy made for this machine")
     return reader, stored

@@ -101,7 +101,7 @@ def scalar_head(model: PreTrainedModel) -> nn.Linear:
     """The linear head `score` of a model for sequence classification. Raises: UsageError if it has no such head."""
     head = getattr(model, "score", None)
     if not isinstance(head, nn.Linear):
-        raise _no_scalar_model(model, "its classifier is no linear layer on the last token's state")
+        raise _no_scalar_model(model, "its classifier is not a linear layer on the last token's state")
     return head
 
 

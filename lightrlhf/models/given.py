@@ -54,7 +54,7 @@ def as_policy(
 
     The model itself is trained, in float32, not a copy; of a `Policy` its model. With LoRA its weights are saved once,
     as the base.
-    Raises: UsageError when it is no causal language model, or has adapters.
+    Raises: UsageError when it is not a causal language model, or has adapters.
     """
     lora.check_shared(args, shares)
     model = model.model if isinstance(model, Policy) else model

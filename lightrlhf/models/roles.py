@@ -111,7 +111,7 @@ class Policy(Role):
     def __init__(self, model: PreTrainedModel, *args: Any, head_is_plain: bool | None = None, **options: Any) -> None:
         """head_is_plain: logits are the head of the last hidden state; None: found by trial passes.
 
-        Raises: UsageError if the passes show that the model is no causal language model, or none that works here.
+        Raises: UsageError if the passes show that the model is not a causal language model, or none that works here.
         """
         super().__init__(model, *args, **options)
         self.loaded: lora.LoadedAdapters = {}  # frozen adapters on the backbone

@@ -171,7 +171,7 @@ def load_scorer(
     wrap_prompts: whether a text prompt becomes a user message of the model's chat template. single: responses come one
     a prompt, and each is scored whatever its length; a model that compares two is refused. backbone: a policy whose
     shared backbone it may use. standardise: whether to shift and scale by the mean and deviation stored with the model.
-    Raises: UsageError naming `flag` when it cannot be loaded, is no reward model, or needs code that is not trusted.
+    Raises: UsageError naming `flag` when it cannot be loaded, is not a reward model, or needs code that is not trusted.
     """
     source = resolve(name, flag)
     custom = "AutoModelForSequenceClassification" in _config(source).get("auto_map", {})

@@ -79,7 +79,7 @@ class PairScorer:
 
     A response's score, in [0, 1], is its mean probability of beating each other response of its group, in both orders:
     K (K - 1) comparisons of K responses. A response without another one has no score. Nor has one that could not be
-    read beside another (too long together, or the model's answer is no number), see `read_together`.
+    read beside another (too long together, or the model's answer is not a number), see `read_together`.
     """
 
     model: nn.Module

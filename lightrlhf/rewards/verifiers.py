@@ -118,7 +118,7 @@ def numeric_answer(
     for completion, right, bound in zip(completions, right_answers(columns), bounds):
         wanted = right if right is None else last_number(str(right))
         if wanted is None:
-            scores.append(None if right is None else math.nan)  # a right answer that is no number
+            scores.append(None if right is None else math.nan)  # a right answer that is not a number
             continue
         given = last_number(final_answer(completion))
         relative = 1e-6 if bound is None else float(bound)

@@ -89,7 +89,7 @@ def has_package(python: str, package: str) -> bool:
     except OSError as problem:
         raise UsageError(f"--python {python} cannot be run: {problem.strerror}; name an interpreter") from None
     if done.returncode not in (0, 3):
-        raise UsageError(f"--python {python} is no Python interpreter; name one such as venv/bin/python")
+        raise UsageError(f"--python {python} is not a Python interpreter; name one such as venv/bin/python")
     return done.returncode == 0
 
 

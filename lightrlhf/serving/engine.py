@@ -217,7 +217,7 @@ class Engine:
                 f"serve {self.merged_into} to load adapters"
             )
         if not Path(folder).is_dir():
-            raise Refusal(f"{folder} is no folder that this server can see")
+            raise Refusal(f"{folder} is not a folder that this server can see")
         model, layer_name = self.policy.model, f"served_{self.num_loaded}"
         self.num_loaded += 1
         try:

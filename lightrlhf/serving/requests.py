@@ -181,10 +181,10 @@ WITHOUT_EFFECT = {"user", "metadata", "store", "service_tier", "priority", "requ
 
 
 def read_json(content: bytes) -> dict[str, Any]:
-    """The object in a body. Raises: Refusal when it is no JSON object, is nested too deep, or has NaN."""
+    """The object in a body. Raises: Refusal when it is not a JSON object, is nested too deep, or has NaN."""
 
     def constant(name: str) -> NoReturn:
-        raise ValueError(f"{name} is no number of JSON")
+        raise ValueError(f"{name} is not a number of JSON")
 
     try:
         body = json.loads(content, parse_constant=constant)

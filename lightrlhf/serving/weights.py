@@ -59,7 +59,7 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
     from safetensors.torch import load_file
 
     if not folder.is_dir():
-        raise UsageError(f"{folder} is no folder that this server can see")
+        raise UsageError(f"{folder} is not a folder that this server can see")
     try:
         files = [WEIGHTS]
         if not (folder / WEIGHTS).is_file() and (folder / INDEX).is_file():

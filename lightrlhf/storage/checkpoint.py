@@ -69,7 +69,7 @@ def link_best(experiment_dir: Path, step: int | None) -> None:
         return
     link = experiment_dir / BEST
     if link.exists() and not link.is_symlink():  # a copy of the experiment dir may have followed the link
-        print(f"note: {link} is no link, so it is kept as {set_aside(link, 'copied')}", flush=True)
+        print(f"note: {link} is not a link, so it is kept as {set_aside(link, 'copied')}", flush=True)
     temporary = temporary_path(link)
     temporary.symlink_to(checkpoint_path(experiment_dir, step).name)
     rename(temporary, link)

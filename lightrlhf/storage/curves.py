@@ -48,7 +48,7 @@ class Curve(NamedTuple):
 def columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, Column]:
     """Columns of the rows of `metrics.jsonl`; values that are no finite numbers are left out.
 
-    Evaluations are rows of their own; of two values of a step the last one counts.
+    Evaluations are separate rows; of two values of a step the last one counts.
     """
     found: dict[str, dict[int, float]] = {}
     for row in rows:

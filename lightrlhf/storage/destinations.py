@@ -33,7 +33,7 @@ def check_output(path: str | Path, flag: str) -> None:
     if is_folder:
         raise ValueError(f"{flag} {path} is a folder; name a file")
     if is_below_file:
-        raise ValueError(f"{flag} {path} cannot be written: {above} is no folder")
+        raise ValueError(f"{flag} {path} cannot be written: {above} is not a folder")
     if not os.access(path if exists else above, os.W_OK):
         raise ValueError(f"{flag} {path} cannot be written: allow access there or name another place")
     if owner := owner_of(path):

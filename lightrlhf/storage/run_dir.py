@@ -319,7 +319,7 @@ def link_latest(run: Path, resumed: bool = False) -> None:
     if not NAMED_BY_TIME.fullmatch(run.name):
         return
     if link.exists() and not link.is_symlink():
-        print(f"note: {link} is no link and is left alone; it does not stand for this run", flush=True)
+        print(f"note: {link} is not a link and is left alone; it does not stand for this run", flush=True)
         return
     if resumed and link.is_dir():
         return

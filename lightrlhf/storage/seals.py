@@ -191,7 +191,7 @@ def main(argv: list[str] | None = None) -> None:
     folders: list[Path] = parser.parse_args(argv).folder
     for folder in folders:
         if not folder.is_dir():
-            raise UsageError(f"{folder} is no folder")
+            raise UsageError(f"{folder} is not a folder")
         if not any((folder / name).is_file() for name in OURS):
             raise UsageError(f"{folder} is neither prepared data nor a run, a checkpoint or a stored base")
     for folder in folders:

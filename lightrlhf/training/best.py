@@ -51,7 +51,9 @@ class Best:
         """Raises: UsageError when the metric is not among the names of all that a run logs."""
         known = [name for name in names if not name.startswith("time/")]
         if self.flag and self.metric not in known:
-            raise UsageError(f"--keep_best {self.flag} is no metric of this run; it logs {', '.join(known) or 'none'}")
+            raise UsageError(
+                f"--keep_best {self.flag} is not a metric of this run; it logs {', '.join(known) or 'none'}"
+            )
 
     def __str__(self) -> str:
         return f"the best {self.metric} is {self.value:.4g} of step {self.step}" if self.step is not None else ""

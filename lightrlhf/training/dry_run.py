@@ -49,7 +49,7 @@ class Fed:
 
 
 class DryRun:
-    """What a run without files keeps of its steps, and the text that it prints of them."""
+    """The record of a dry run's steps, and its printed text."""
 
     def __init__(self) -> None:
         self.fed: dict[str, Fed | None] = {}  # by learner

@@ -85,7 +85,7 @@ def open_directory(
     last two parts name the experiment dir; work: the work of an iteration, in words; given: objects that `train` was
     called with; rows: the training rows that iterations draw from, None for a stage that reads none.
     Raises: UsageError when it cannot be written, was started with other flags, objects, rows or sources, or the policy
-    is no folder.
+    is not a folder.
     """
     training_device(args)  # of a stage that trains, before any other
     output_dir = args.output_dir

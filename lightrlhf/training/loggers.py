@@ -138,7 +138,7 @@ class WandbLogger:
 
 
 def flat(described: Mapping[str, Any]) -> dict[str, int | float | str]:
-    """Nested values as `versions/torch`; what is no number becomes a text, as True and False."""
+    """Nested values as `versions/torch`; what is not a number becomes a text, as True and False."""
     found: dict[str, int | float | str] = {}
     for name, value in described.items():
         if isinstance(value, Mapping):

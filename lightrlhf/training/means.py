@@ -37,7 +37,7 @@ class StepMeans:
         return means
 
     def state(self) -> dict[str, list[float]]:
-        """What a resumed run needs, as plain values."""
+        """The state to resume from, as plain values."""
         return dict(self.sums)
 
 

@@ -94,7 +94,7 @@ class Run(Generic[AnyArgs]):
         weakref.finalize(self, self.phases.signals.close)  # for a run that is refused before its loop
 
     def _take_verbs(self) -> None:
-        """Let a loop say on the run itself what it does in each step."""
+        """Let a loop state on the run itself what it does in each step."""
         learners, self.device, self.print0 = self.learners, self.ranks.device, self.ranks.print0
         self.freeze, self.autocast, self.accumulate = learners.freeze, learners.autocast, learners.accumulate
         self.backward, self.optimize = learners.backward, learners.optimize

@@ -31,7 +31,7 @@ Item = TypeVar("Item")
 
 @dataclass
 class Start(Generic[Role, Item]):
-    """What a run starts from."""
+    """The starting point of a run."""
 
     tokenizer: PreTrainedTokenizerBase
     policy: Role  # the model that is trained; a reward model where one is

@@ -141,7 +141,7 @@ case("developer.jsonl", [{"messages": [{"role": "developer", "content": "Be brie
 case("parts.jsonl", [{"messages": [user([{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]), TALK[1]]}],  # type: ignore[arg-type]
      {"messages": TALK[:2]})
 case("image_part.jsonl", [{"messages": [user([{"type": "image_url", "image_url": {"url": "x"}}]), TALK[1]]}],  # type: ignore[arg-type]
-     "a part of a message is no text but image_url")
+     "a part of a message is not text but image_url")
 case("images.parquet", [{"messages": TALK, "images": [b"\x89PNG"]}], "column images: images and sounds are not read")
 case("calls.jsonl", [{"messages": [user("Weather?"), {"role": "assistant", "content": None, "tool_calls": CALLED, "refusal": None},
                                    tool("Rain", tool_call_id="c1"), said("It rains.")], "tools": json.dumps(TOOLS)}],

@@ -127,11 +127,11 @@ def test_what_is_no_gguf_file_or_ends_early_is_one_line(content, tmp_path):
     file = tmp_path / "broken.gguf"
     for other in (b"", b"GG", b"PK\x03\x04" + bytes(1000), b"not a model\n" * 100):
         file.write_bytes(other)
-        refused(file, "is no readable GGUF file", INTACT)
+        refused(file, "is not a readable GGUF file", INTACT)
     numbers = random.Random(0)
     for end in (3, 4, 7, 8, 16, 23, 24, 31, *numbers.sample(range(32, len(content)), 40), len(content) - 1):
         file.write_bytes(content[:end])
-        refused(file, "is no readable GGUF file", "it ends where more was to come" if end > 3 else "", INTACT)
+        refused(file, "is not a readable GGUF file", "it ends where more was to come" if end > 3 else "", INTACT)
 
 
 def test_declared_sizes_that_no_file_has_neither_hang_nor_fill_the_memory(content, tmp_path):
@@ -156,7 +156,7 @@ def test_declared_sizes_that_no_file_has_neither_hang_nor_fill_the_memory(conten
     file = tmp_path / "huge.gguf"
     for what, (place, put) in broken.items():
         file.write_bytes(content[:place] + put + content[place + len(put) :])
-        assert "is no readable GGUF file" in refused(file, INTACT), what
+        assert "is not a readable GGUF file" in refused(file, INTACT), what
 
 
 def test_an_array_of_more_entries_than_the_file_has_bytes_takes_no_memory(content, tmp_path):
@@ -191,7 +191,7 @@ QUERY, KEY, NORM = "blk.0.attn_q.weight", "blk.0.attn_k.weight", "output_norm.we
             lambda kind, offset: {QUERY: (26, offset[QUERY])},
             f"{QUERY!r} is stored as I32, its general.file_type is F32",
         ),
-        (lambda kind, offset: {QUERY: (99, offset[QUERY])}, "is no readable GGUF file"),
+        (lambda kind, offset: {QUERY: (99, offset[QUERY])}, "is not a readable GGUF file"),
     ],
 )
 def test_tensors_that_do_not_lie_where_they_should(change, told, content, tmp_path):
@@ -199,7 +199,7 @@ def test_tensors_that_do_not_lie_where_they_should(change, told, content, tmp_pa
     kinds, offsets = ({name: value[at] for name, value in found.items()} for at in (1, 2))
     file = tmp_path / "moved.gguf"
     file.write_bytes(with_infos(content, change(kinds, offsets)))
-    refused(file, "is no readable GGUF file", told, INTACT)
+    refused(file, "is not a readable GGUF file", told, INTACT)
 
 
 def test_bytes_that_belong_to_no_tensor(content, tmp_path):
@@ -242,7 +242,7 @@ def test_other_byte_order_versions_and_parts(content, write, source, tmp_path):
     refused(file, "byte order")
     for version in (0, 1, 99):
         file.write_bytes(content[:4] + struct.pack("<I", version) + content[8:])
-        refused(file, "is no readable GGUF file")
+        refused(file, "is not a readable GGUF file")
     refused(write({"split.count": 3}), "is one of 3 parts; join them first: llama-gguf-split --merge")
     refused(write({"split.count": 3, TOKENS: None, f"{GGML}token_type": None}), "is one of 3 parts; join them first")
 

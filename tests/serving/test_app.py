@@ -344,7 +344,7 @@ def test_wrong_messages_are_a_400_with_one_line(client, body, words):
         (b"{'prompt': 1}", "the body is not JSON"),
         (b"\xff\xfe", "the body is not JSON"),
         (b"[1]", "the body must be a JSON object, not a list"),
-        (b'{"temperature": NaN}', "NaN is no number of JSON"),
+        (b'{"temperature": NaN}', "NaN is not a number of JSON"),
         (b'{"temperature": 1e999}', "temperature must be"),
         (b'{"seed": ' + b"9" * 5000 + b"}", "the body is not JSON"),
         (b"[" * 200_000, "the body is nested too deep"),
@@ -465,7 +465,7 @@ def wrong_folders(tmp_path, folder, tokenizer) -> dict[str, str]:
         "heads": (weights, {"num_attention_heads": 8}, "config.json has num_attention_heads 8, the model 4"),
         "head": ({**weights, head: weights[head][:-1].clone()}, {}, f"its {head} is"),
     }
-    found = {"": "weights_path must be given", str(tmp_path / "none"): "is no folder that this server can see"}
+    found = {"": "weights_path must be given", str(tmp_path / "none"): "is not a folder that this server can see"}
     for name, (tensors, settings, words) in changed.items():
         (tmp_path / name).mkdir()
         save_file(tensors, tmp_path / name / "model.safetensors", metadata={"format": "pt"})
@@ -636,7 +636,7 @@ def test_an_adapter_that_cannot_be_served_is_refused_and_leaves_no_trace(client,
     assert load(client, "a", adapter).status_code == 200
     check_refusal(load(client, "a", adapter), 400, "a is loaded already")
     check_refusal(load(client, "model", adapter), 400, "model is loaded already")
-    check_refusal(load(client, "b", tmp_path / "none"), 400, "is no folder that this server can see")
+    check_refusal(load(client, "b", tmp_path / "none"), 400, "is not a folder that this server can see")
     check_refusal(load(client, "b", folder), 400, "holds no adapter")
     check_refusal(load(client, "", adapter), 400, "lora_name must be given")
     check_refusal(reload(client, folder), 400, "adapters are loaded (a)")

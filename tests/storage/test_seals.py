@@ -44,7 +44,7 @@ def test_a_split_copied_over_another_is_noticed_and_can_be_accepted(data, capsys
 
 
 def test_only_folders_of_ours_are_sealed_by_hand(tmp_path, capsys):
-    for folder, line in (("none", "is no folder"), (".", "is neither prepared data nor a run")):
+    for folder, line in (("none", "is not a folder"), (".", "is neither prepared data nor a run")):
         with pytest.raises(SystemExit) as stop:
             seals.main([str(tmp_path / folder)])
         assert stop.value.code == 2 and line in capsys.readouterr().err

@@ -219,7 +219,7 @@ def test_a_metric_that_is_never_logged_ends_the_run_at_the_first_evaluation(cafe
     with pytest.raises(SystemExit) as stopped:
         sft.main(flags_of(cafe_data, base_model, tmp_path, "--keep_best", "val/rewards/accuracies"))
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "error:" in line]
-    assert stopped.value.code == 2 and "--keep_best val/rewards/accuracies is no metric of this run; it logs" in line
+    assert stopped.value.code == 2 and "--keep_best val/rewards/accuracies is not a metric of this run; it logs" in line
     assert "train/loss" in line and "val/loss" in line and "time/" not in line
     (folder,) = [path.parent for path in tmp_path.rglob("metrics.jsonl")]
     assert max(row["step"] for row in metrics(folder)) == 2

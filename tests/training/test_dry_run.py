@@ -120,7 +120,7 @@ def test_wrong_combinations_are_refused(dry, runs, sft_dir, capsys):
         ("iterative_refuel", ["--stage", "rank"], "--stage rank"),
         ("sft", ["--output_dir", runs.model], "is not empty"),
         ("online_dpo", ["--output_dir", runs.model], "is not empty"),
-        ("sft", ["--log_dir", runs.model / "config.json"], "is no folder"),
+        ("sft", ["--log_dir", runs.model / "config.json"], "is not a folder"),
     ):
         with pytest.raises(SystemExit) as stopped:
             dry(program, *flags)

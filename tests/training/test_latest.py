@@ -123,7 +123,7 @@ def test_what_is_no_link_is_left_alone_and_a_line_says_so(kind, folders, capsys)
     taken = folders[0].parent / "latest"
     taken.mkdir() if kind == "folder" else taken.write_text("mine")
     link_latest(folders[0])
-    assert capsys.readouterr().out == f"note: {taken} is no link and is left alone; it does not stand for this run\n"
+    assert capsys.readouterr().out == f"note: {taken} is not a link and is left alone; it does not stand for this run\n"
     assert not taken.is_symlink() and (kind == "folder" or taken.read_text() == "mine")
 
 
