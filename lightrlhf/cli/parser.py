@@ -169,7 +169,10 @@ def _stored_args(args_class: type, directory: str) -> dict[str, Any]:
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise UsageError(f"--resume_from {directory} is not an experiment dir: it has no args.json") from None
+        above = path.parent.parent
+        hint = f"; did you mean {above}?" if (above / "args.json").is_file() else ""
+        wrong = "is not an experiment dir: it has no args.json" if path.parent.exists() else "does not exist"
+        raise UsageError(f"--resume_from {directory} {wrong}{hint}") from None
     except (OSError, ValueError, RecursionError) as problem:
         raise UsageError(f"--resume_from {directory}: cannot read {path}: {first_line(problem)}") from None
     if not isinstance(stored, dict):

@@ -18,7 +18,7 @@ from lightrlhf.cli.errors import UsageError
 from lightrlhf.data.chat import controls
 from lightrlhf.data.mixtures import interleave
 from lightrlhf.data.rendering import has_generation_tags
-from lightrlhf.data.schema import COLUMNS, IGNORE_INDEX, Row, check_rows, share_columns
+from lightrlhf.data.schema import COLUMNS, IGNORE_INDEX, TEXTS, Row, check_rows, share_columns
 from lightrlhf.data.splits import SPLITS, drop_equal_pairs, load_prompts, load_split
 from lightrlhf.data.tokens import check_shown, encode_prompt, encode_response, spelled_control
 
@@ -27,12 +27,6 @@ if TYPE_CHECKING:
 
 Given = Sequence[Any] | Mapping[str, Sequence[Any]]
 Item = TypeVar("Item")
-TEXTS = {
-    "finetune": ("prompt", "completion"),
-    "preference": ("prompt", "chosen", "rejected"),
-    "unpaired": ("prompt", "completion"),
-    "prompts": ("prompt",),
-}
 
 
 @dataclass

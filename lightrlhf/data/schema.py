@@ -28,6 +28,12 @@ COLUMNS = {
     "dialogue": {"messages", "input_ids", "turn_spans"},
     "refuel": {f"{side}_{name}" for side in ("chosen", "rejected") for name in ("input_ids", "action_mask", "reward")},
 }
+TEXTS = {  # what rows are prepared from
+    "finetune": ("prompt", "completion"),
+    "preference": ("prompt", "chosen", "rejected"),
+    "unpaired": ("prompt", "completion"),
+    "prompts": ("prompt",),
+}
 INTEGERS = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
 DEEPEST = 32  # levels of a column's value
 

@@ -17,9 +17,9 @@ from pathlib import Path
 
 import torch
 
-from lightrlhf.cli.errors import UsageError, first_line
+from lightrlhf.cli.errors import UsageError, first_line, list_names
 from lightrlhf.cli.groups import DataArgs, DataSetsArgs
-from lightrlhf.data.schema import IGNORE_INDEX, Row, check_rows, share_columns, without_equal_pairs
+from lightrlhf.data.schema import IGNORE_INDEX, TEXTS, Row, check_rows, share_columns, without_equal_pairs
 from lightrlhf.storage.seals import check_sealed, seal
 from lightrlhf.storage.writing import make_folder, save_tensors, writing
 
@@ -38,6 +38,10 @@ def check_data_folder(folder: str, flag: str = "--data_dir") -> None:
             f"{flag} {folder} does not exist; "
             f"write it first, for example: python -m datasets_prep.cafe.prepare_data --destination_dir {folder}"
         )
+    if not any(Path(folder).glob("*_*.pt")):
+        below = sorted({str(path.parent) for depth in ("*", "*/*") for path in Path(folder).glob(f"{depth}/*_*.pt")})
+        what = f"; did you mean {list_names(below)}?" if below else ", which a folder written by datasets_prep has"
+        raise UsageError(f"{flag} {folder} holds no .pt split{what}")
 
 
 def check_data_dir(args: DataArgs | DataSetsArgs) -> None:
@@ -73,6 +77,8 @@ def load_split(
     if not path.is_file():
         splits = sorted(p.name for p in Path(data_dir).glob("*_*.pt"))
         message = f"{path} does not exist; {data_dir} holds {', '.join(splits) or 'no .pt split'}"
+        if not any(name.startswith(f"{stage}_") for name in splits) and stage in TEXTS:
+            message += f"; {stage} rows are prepared from {', '.join(TEXTS[stage])}"
         if split == "validation":
             raise NoValidation(f"{message}; prepare it with --validation_percentage")
         raise UsageError(message)

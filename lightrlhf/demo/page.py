@@ -75,8 +75,8 @@ def serve(app: Any, args: DemoArgs) -> None:
             favicon_path=ASSETS / "icon.svg",
         )
         guards[0].starting = False
-    except OSError as problem:
-        raise UsageError(f"--port {args.port} cannot be served on {args.host}: {problem}; try another --port") from None
+    except OSError:  # its message advises what only callers of Gradio can do
+        raise UsageError(f"--port {args.port} on {args.host} is in use or not allowed; give another --port") from None
 
 
 def build(backend: DemoBackend) -> Any:

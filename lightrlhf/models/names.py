@@ -61,6 +61,7 @@ def resolve(name: str, flag: str = "--model_name") -> str:
     path = follow_best(Path(name))
     if not path.is_dir():
         is_local = os.path.islink(name) or name.startswith((".", "/", "~")) or name.count("/") > 1
+        is_local = is_local or ("/" in name and path.parent.is_dir())
         if flag != "--model_name" or is_local:
             raise UsageError(f"{flag} {name} {why_missing(name)}")
         check_hub(name, flag)

@@ -62,3 +62,18 @@ def test_a_prompt_that_fills_the_context_is_told_apart_from_a_long_response():
         check_room(model, [[5] * limit], args)
     with error_naming(UsageError, "--max_new_tokens 8", "at most 3"):
         check_room(model, [[5] * (limit - 3)], args)
+
+
+def test_a_wrong_folder_leads_to_the_right_one(cafe_data, sft_dir, base_model, tmp_path, capsys):
+    sft = main_of("sft")
+    given = ("--model_name", base_model)
+    assert str(cafe_data) in refused(capsys, sft, "--data_dir", Path(cafe_data).parent, *given)
+    assert "no .pt split" in refused(capsys, sft, "--data_dir", sft_dir, *given)
+    checkpoint = last_checkpoint(sft_dir)
+    assert f"mean {sft_dir}?" in refused(capsys, sft, "--resume_from", checkpoint)
+    line = refused(capsys, sft, "--data_dir", cafe_data, "--model_name", f"{sft_dir}/checkpoint-999999")
+    assert "does not exist" in line
+    pairs = Path(shutil.copytree(cafe_data, tmp_path / "data"))
+    for file in pairs.glob("preference_*.pt"):
+        file.unlink()
+    assert "prompt, chosen, rejected" in refused(capsys, main_of("dpo"), "--data_dir", pairs, *given)
