@@ -194,6 +194,7 @@ def test_what_a_loss_gets_of_a_row(cafe_data, pairs):
     assert found.chosen_lengths.tolist() == [len(row["chosen_input_ids"]) - row["prompt_len"] for row in pairs]
     assert (found.beta, found.baseline, found.rejected_weight) == (0.5, 0.25, 1.0)
     assert made(rapo="const:0.7").rejected_weight == 0.7
+    assert made(length_alpha=0.02).length_alpha == 0.02
     by_pair = zip(pairs, *(made(rapo=name).rejected_weight.tolist() for name in ("ra", "app_1", "app_2")))
     for i, (row, ra, app_1, app_2) in enumerate(by_pair):
         implicit = 0.5 * (-(9 + i) - row["ref_rejected_logps"])
