@@ -12,6 +12,7 @@ from typing import NoReturn
 
 from lightrlhf.cli.errors import NotFinite, RunFailure, ServersGone
 from lightrlhf.cli.groups import TrainArgs
+from lightrlhf.storage.checkpoint import last_good
 from lightrlhf.storage.run_dir import whole_run
 from lightrlhf.training.learners import Learners
 from lightrlhf.training.memory import is_out_of_memory, memory_advice
@@ -58,6 +59,11 @@ class Phases:
                 raise Terminated
         except Terminated:
             self.stop_by_signal()
+        except KeyboardInterrupt:
+            whole = whole_run(self.files.directory)
+            left = last_good(whole) if whole == self.files.directory else f"go on by --resume_from {whole}"
+            self.ranks.print0(f"interrupted in {where}" + ("" if self.args.dry_run else f"; {left}"))
+            raise
         except ServersGone as problem:
             self._stop_without_servers(problem)
         except NotFinite as problem:

@@ -12,6 +12,7 @@ from helpers.errors import error_naming, refused
 from helpers.programs import main_of
 from helpers.tiny_runs import TRAINED, experiment_of
 
+from lightrlhf import sft
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.cli.groups import SamplingArgs
 from lightrlhf.gguf.files import check_model_exists
@@ -65,15 +66,31 @@ def test_a_prompt_that_fills_the_context_is_told_apart_from_a_long_response():
 
 
 def test_a_wrong_folder_leads_to_the_right_one(cafe_data, sft_dir, base_model, tmp_path, capsys):
-    sft = main_of("sft")
     given = ("--model_name", base_model)
-    assert str(cafe_data) in refused(capsys, sft, "--data_dir", Path(cafe_data).parent, *given)
-    assert "no .pt split" in refused(capsys, sft, "--data_dir", sft_dir, *given)
+    assert str(cafe_data) in refused(capsys, sft.main, "--data_dir", Path(cafe_data).parent, *given)
+    assert "no .pt split" in refused(capsys, sft.main, "--data_dir", sft_dir, *given)
     checkpoint = last_checkpoint(sft_dir)
-    assert f"mean {sft_dir}?" in refused(capsys, sft, "--resume_from", checkpoint)
-    line = refused(capsys, sft, "--data_dir", cafe_data, "--model_name", f"{sft_dir}/checkpoint-999999")
+    assert f"mean {sft_dir}?" in refused(capsys, sft.main, "--resume_from", checkpoint)
+    line = refused(capsys, sft.main, "--data_dir", cafe_data, "--model_name", f"{sft_dir}/checkpoint-999999")
     assert "does not exist" in line
     pairs = Path(shutil.copytree(cafe_data, tmp_path / "data"))
     for file in pairs.glob("preference_*.pt"):
         file.unlink()
     assert "prompt, chosen, rejected" in refused(capsys, main_of("dpo"), "--data_dir", pairs, *given)
+
+
+def test_ctrl_c_says_from_where_to_go_on(runs, tmp_path, capsys, monkeypatch):
+    train_step, calls = sft.train_step, []
+
+    def interrupted(*args):
+        calls.append(args)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return train_step(*args)
+
+    monkeypatch.setattr(sft, "train_step", interrupted)
+    with pytest.raises(SystemExit) as stopped:
+        sft.main(runs.flags("sft", tmp_path, "--save_interval", 2))
+    told = capsys.readouterr().out
+    assert stopped.value.code == 130
+    assert "checkpoint-000002" in told and f"--resume_from {experiment_of(tmp_path)}" in told
