@@ -12,7 +12,7 @@ from typing import Any
 
 from lightrlhf.storage.run_dir import locate, stored_arg
 
-WIDTH = 16  # of what a command does
+WIDTH = 18  # of what a command does
 
 
 def print_next(program: str, directory: Path) -> None:
@@ -45,9 +45,9 @@ def next_steps(program: str, directory: str) -> dict[str, str]:
         ppo = f"ppo --data_dir {shlex.quote(str(data))} {start} --rm_experiment_dir {run}"
         steps = {"train with it": ppo} if has_prompts else {}
         return steps | ({"measure it": f"evaluate {run}"} if "preference_test" in splits else {}) | curves
-    steps = {"talk with it": f"demo {run}"}
+    steps = {"chat with it": f"demo {run}"}
     if program == "sft" and "preference_train" in splits:
-        steps["go on"] = f"dpo --data_dir {shlex.quote(str(data))} --sft_experiment_dir {run}"
+        steps["train it on pairs"] = f"dpo --data_dir {shlex.quote(str(data))} --sft_experiment_dir {run}"
     if has_prompts:
         steps["measure it"] = f"evaluate {run}"
-    return steps | curves | {"take it along": f"export {run} --to merged"}
+    return steps | curves | {"export it": f"export {run} --to merged"}
