@@ -166,7 +166,7 @@ def test_the_least_recently_used_model_is_unloaded_first(sft_dir, lora_dir):
 
 
 def test_a_folder_without_a_model_is_refused(tmp_path):
-    with error_naming(UsageError, f"--experiment_dir {tmp_path}", "config.json", "args.json"):
+    with error_naming(UsageError, f"--model_name {tmp_path}", "config.json", "args.json"):
         ModelCache([str(tmp_path)], DEVICE)
 
 

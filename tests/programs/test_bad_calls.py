@@ -327,9 +327,9 @@ def test_output_files(case, tmp_path, capsys, base_model, monkeypatch):
     calls += [("annotate", "--output_dir", name, pairs) for name in ("file", "file/a", "a" * 300)]
     judged = ("--responses_file", rows, rows, "--judge", "helpers.rewards:constant")
     calls += [("judge", "--output_file", name, judged) for name in files]
-    calls += [("evaluate", "--experiment_dir", "run", ("--data_dir", tmp_path)),
-              ("evaluate_dialogues", "--experiment_dir", "run", ("--data_dir", tmp_path)),
-              ("evaluate_env", "--experiment_dir", "run", ("--env", "dangerous_taxi"))]  # fmt: skip
+    calls += [("evaluate", "--model_name", "run", ("--data_dir", tmp_path)),
+              ("evaluate_dialogues", "--model_name", "run", ("--data_dir", tmp_path)),
+              ("evaluate_env", "--model_name", "run", ("--env", "dangerous_taxi"))]  # fmt: skip
     (tmp_path / "sweep.yaml").write_text("{program: sft, flags: {model_name: tiny}, seeds: [1], metric: val/loss}")
     folders = {
         "export": ("--destination_dir", (base_model, "--to", "merged")),
@@ -363,7 +363,7 @@ def test_args_json_of_runs(case, tmp_path, capsys, base_model, cafe_data):
         held, seen = refusal(lambda: stored_arg(str(tmp_path / "run"), "seed"), capsys)
         case(f"args.json, {name}", held and "args.json" in seen, seen[-80:])
         for program, words in {
-            "evaluate": ("--experiment_dir", tmp_path / "run", "--data_dir", cafe_data),
+            "evaluate": ("--model_name", tmp_path / "run", "--data_dir", cafe_data),
             "plot": ("--experiment_dir", tmp_path / "run"),
             "sft": ("--resume_from", tmp_path / "run"),
         }.items():

@@ -391,8 +391,8 @@ def test_the_demo_refuses_a_bad_flag(call, sft_dir, capsys):
 
 def test_the_demo_refuses_a_reward_model_and_a_missing_folder(rm_dir, capsys):
     line = refused("demo", ["--experiment_dir", rm_dir], capsys)
-    assert not missing(line, f"--experiment_dir {rm_dir}", "--rm_experiment_dir")
-    assert "--experiment_dir none" in refused("demo", ["--experiment_dir", "none"], capsys)
+    assert not missing(line, f"--model_name {rm_dir}", "--rm_experiment_dir")
+    assert "--model_name none" in refused("demo", ["--model_name", "none"], capsys)
 
 
 # -------------------------------------------------------------------------------------------------- data preparation

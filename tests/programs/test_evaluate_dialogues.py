@@ -38,7 +38,7 @@ def experiment(sft_dir, tmp_path) -> str:
 
 def test_the_results_are_in_the_experiment_dir(experiment, talk_data, tmp_path, capsys):
     twin = str(shutil.copytree(experiment, tmp_path / "twin"))
-    flags = ["--experiment_dir", experiment, twin, "--data_dir", str(talk_data), *GUEST, *SMALL]
+    flags = ["--model_name", experiment, twin, "--data_dir", str(talk_data), *GUEST, *SMALL]
     first, second = evaluate_dialogues.main(flags)
     assert first["win_rate"] == second["win_rate"] == [0.5, 0.5]
     assert first["score_by_turn"] == second["score_by_turn"] and first["count"] == [4, 4]
@@ -72,7 +72,7 @@ def test_by_turn_ties_count_half_and_missing_scores_do_not_count():
     "flags, named",
     [
         (["--data_dir", "nowhere"], "--data_dir nowhere"),
-        (["--experiment_dir", "nowhere"], "--experiment_dir nowhere"),
+        (["--model_name", "nowhere"], "--model_name nowhere"),
         (["--mini_batch_size", "8"], "--rollout_mini_batch_size"),
         (["--by_turn", "True"], "--by_turn"),
         (["--user_model", "m", "--user_function", "a:b"], "--user_function"),
@@ -81,7 +81,7 @@ def test_by_turn_ties_count_half_and_missing_scores_do_not_count():
 )
 def test_a_bad_flag_is_one_line(flags, named, sft_dir, capsys):
     with pytest.raises(SystemExit) as stopped:
-        evaluate_dialogues.main(["--experiment_dir", sft_dir, *flags])
+        evaluate_dialogues.main(["--model_name", sft_dir, *flags])
     lines = capsys.readouterr().err.strip().splitlines()
     assert stopped.value.code == 2 and len(lines) == 1 and named in lines[0]
 
@@ -92,5 +92,5 @@ def test_data_without_a_judge_needs_a_reward_model(experiment, talk_data, tmp_pa
     (data / "args.json").write_text(json.dumps(stored))
     reseal(data)
     with pytest.raises(SystemExit):
-        evaluate_dialogues.main(["--experiment_dir", experiment, "--data_dir", str(data), *GUEST, *SMALL])
+        evaluate_dialogues.main(["--model_name", experiment, "--data_dir", str(data), *GUEST, *SMALL])
     assert "--rm_experiment_dir" in capsys.readouterr().err

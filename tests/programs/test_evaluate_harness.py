@@ -194,7 +194,7 @@ def test_wrong_flags_are_one_line(chat, tmp_path, capsys):
     assert "holds a language model" in refused(capsys, *here, "--harness", "rewardbench")
     assert "name a --harness_dir" in refused(capsys, *here[:4], "--harness", "lm_eval")
     twice = ["--experiment_dir", model, model, *here[2:]]
-    assert "is for one --experiment_dir" in refused(capsys, *twice, "--harness", "lm_eval")
+    assert "is for one --model_name" in refused(capsys, *twice, "--harness", "lm_eval")
     assert not (tmp_path / "out").exists()
 
 
