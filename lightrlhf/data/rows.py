@@ -93,12 +93,13 @@ def load_rows(
         rows = list(given) if split == "train" else []
     if split == "train" and not rows:
         raise UsageError(f"no {stage} rows were given to train on")
+    if not rows:
+        return []
     assert tokenizer is not None
     rows = [_prepared(row, stage, tokenizer, f"given row {index}") for index, row in enumerate(rows)]
-    if rows:
-        check_rows(rows, stage, vocab_size=vocab_size)
-        share_columns(rows)
-    return drop_equal_pairs(rows) if rows and stage == "preference" else rows
+    check_rows(rows, stage, vocab_size=vocab_size)
+    share_columns(rows)
+    return drop_equal_pairs(rows) if stage == "preference" else rows
 
 
 def load_sets(
