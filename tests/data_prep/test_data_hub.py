@@ -102,7 +102,7 @@ def test_only_what_was_written_is_there_and_earlier_splits_are_not(hub, flags, t
 @pytest.mark.parametrize(
     ("name", "token", "message"),
     [
-        ("somebody/mine", "", "--push_to_hub somebody/mine: no access token"),
+        ("somebody/mine", "", "--push_to_hub somebody/mine"),
         ("mine", "hf_of_nobody", "--push_to_hub mine is not a name of the form OWNER/NAME"),
     ],
 )

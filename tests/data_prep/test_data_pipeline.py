@@ -337,7 +337,7 @@ def test_a_full_disk_is_a_one_line_error(write, monkeypatch):
         raise RuntimeError("[enforce fail] PytorchStreamWriter failed writing file\nand more")
 
     monkeypatch.setattr(torch, "save", full)
-    with error_naming(RunFailure, "--destination_dir", "full disk"):
+    with error_naming(RunFailure, "--destination_dir", "disk"):
         write(pairs(90))
 
 

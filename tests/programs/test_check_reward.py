@@ -96,7 +96,7 @@ def test_the_exit_status_and_the_file_of_results(data, tmp_path, capsys):
     ("flags", "words"),
     [
         (["--reward_function", "answers:nothing"], "cannot be imported"),
-        (["--reward_function", "answers:exact", "--answer_format", "x"], "must have one {}"),
+        (["--reward_function", "answers:exact", "--answer_format", "x"], "--answer_format x"),
     ],
 )
 def test_bad_arguments_are_one_line(data, flags, words, capsys):

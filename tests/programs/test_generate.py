@@ -204,7 +204,9 @@ def test_servers_answer_in_order_and_a_second_start_asks_for_the_rest_only(tmp_p
         (["--data_dir", ".", "--local_index", "1"], "torchrun"),
     ],
 )
-def test_bad_flags_are_one_line(wrong, message, capsys):
+def test_bad_flags_are_one_line(wrong, message, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "prompts_test.pt").touch()
     with pytest.raises(SystemExit) as stopped:
         main(["--model_name", "m", *wrong])
     assert stopped.value.code == 2 and message in capsys.readouterr().err

@@ -188,7 +188,7 @@ def test_adapters_find_their_base_in_another_cache(here, tuned, cafe_data, monke
         ("evaluate_env", ["--env", "dangerous_taxi", "--experiment_dir"]),
         ("reflect_rl", ["--env", "dangerous_taxi", "--sft_experiment_dir"]),
         ("online_dpo", ["--model_name", NAME, "--reward_function", "helpers.rewards:vowels", "--responder"]),
-        ("demo.page", ["--experiment_dir"]),
+        ("demo", ["--experiment_dir"]),
         ("sft", ["--model_name"]),
         ("generate", ["--model_name"]),
         ("estimate", ["--model_name"]),
