@@ -71,7 +71,7 @@ def parse_flags(module: str, flags: list[str], folder: Path) -> object:
             (folder / value).mkdir(parents=True, exist_ok=True)
             if (is_run or flag.endswith("experiment_dir")) and not any((folder / value).iterdir()):
                 (folder / value / "config.json").write_text("{}")  # a model, for programs that look at what it is
-            if flag == "data_dir":
+            if flag == "data_dir" and not any((folder / value).glob("*.pt")):
                 (folder / value / "prompts_train.pt").touch()
         if flag == "responses_file":
             (folder / value).parent.mkdir(parents=True, exist_ok=True)
