@@ -45,7 +45,8 @@ def test_a_run_without_a_validation_split_goes_on_as_the_error_says(program, run
 def test_a_folder_that_is_no_model_says_what_it_is(cafe_data, sft_dir, tmp_path):
     empty = tmp_path / "empty"
     empty.mkdir()
-    for folder, fact in [(cafe_data, "--data_dir"), (Path(sft_dir).parents[1], Path(sft_dir)), (empty, "config.json")]:
+    runs = Path(sft_dir).parent  # other tests may have run there since, and the newest run is named
+    for folder, fact in [(cafe_data, "--data_dir"), (runs, f"such as {runs}"), (empty, "config.json")]:
         with error_naming(UsageError, "--flag", folder, fact):
             check_model_exists(str(folder), "--flag")
         with error_naming(UsageError, "--flag", folder, fact):
