@@ -379,7 +379,7 @@ def main(argv: list[str] | None = None) -> None:
         kind = "" if cuda else f"-{instructions()}"  # results of one kind of processor say little of another
         file = folder / f"{args.suite}{kind}.json"
         kept = earlier(file, results) if args.only else {}
-        enable()  # as the programs do, so that the limit is that of the same products
+        enable()  # as the programs do, so the limit is measured on the same products
         limits = {dtype: Limits(bench.device, dtype) for dtype in (torch.float32, torch.bfloat16)}
         for name, build in cases.items():
             if args.only and name not in args.only:

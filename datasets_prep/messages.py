@@ -294,7 +294,7 @@ def list_of(value: Any, name: str, of: str = MESSAGE) -> list[Any]:
 
 
 def _python_list(text: str) -> Any:
-    """The list of a text that Python's `str` wrote, as pandas does in a CSV file; None if it is none."""
+    """Parse a list that Python's `str` wrote, as pandas does in a CSV file; None if the text is not one."""
     try:
         return ast.literal_eval(text) if re.match(r"\s*\[\s*\{", text) else None
     except (ValueError, SyntaxError, MemoryError, RecursionError):
@@ -302,7 +302,7 @@ def _python_list(text: str) -> Any:
 
 
 def parsed(text: Any) -> Any:
-    """The value of a JSON text; None if it is none."""
+    """Parse a JSON text; None if it is not valid JSON."""
     try:
         return json.loads(text)
     except (ValueError, TypeError, RecursionError):

@@ -82,7 +82,7 @@ def describe_file(name: str, flag: str = "--model_name") -> str:
 
 
 def converted_here(folder: str) -> Path | None:
-    """The folder in this cache that has the name of one in another, so the same content; None if there is none."""
+    """The folder of the same name, and so of the same content, in this cache; None if it does not exist."""
     here = cache_dir() / FOLDER / Path(folder).name
     return here if Path(folder).parent.name == FOLDER and here.is_dir() else None
 
