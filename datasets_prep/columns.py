@@ -53,11 +53,11 @@ def parse_columns(pairs: Iterable[str]) -> dict[str, str]:
     for pair in pairs:
         given, _, theirs = (part.strip() for part in pair.partition("="))
         if not (given and theirs):
-            raise ValueError(f"{flag}: {pair!r} is no pair such as prompt=question")
+            raise ValueError(f"{flag}: {pair!r} is not a pair such as prompt=question")
         name = ours(given)
         if name not in OURS:
             hint = f"did you mean {theirs}={given}?" if theirs in OURS else f"the names are {', '.join(OURS)}"
-            raise ValueError(f"{flag}: {given} is no column that is read; {hint}")
+            raise ValueError(f"{flag}: {given} is not a column that is read; {hint}")
         if name in mapping or theirs in mapping.values():
             raise ValueError(f"{flag}: {given if name in mapping else theirs} occurs twice")
         mapping[name] = theirs

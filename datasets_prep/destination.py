@@ -21,7 +21,7 @@ MUST_AGREE = ("dataset_name", "tokenizer_name", "chat_template", "seed", "split"
 
 @contextmanager
 def replacing(destination: Path, stages: Iterable[str]) -> Iterator[Path]:
-    """Yield a temporary folder; on success its files replace those of `destination`, on an error it is removed.
+    """Yield a temporary folder; on success its files replace the old ones in `destination`, on an error it is removed.
 
     Older splits of `stages` that were not written again are removed. All files are fsynced before any is renamed, so
     `destination` never contains a partial file; the seal is among them, so files of two preparations are noticed.

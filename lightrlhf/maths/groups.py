@@ -123,7 +123,7 @@ def table_advantages(scores: Tensor, group: Tensor, function: TableFunction) -> 
     """Advantages (B,) in float64 by a function of tables of scores; 0 without a score, and in a group of one.
 
     A table (P, K) has the P groups with K scored rows, and is one call; all rows of a group, on any rank, must be here.
-    scores: (B,), NaN where there is none.
+    scores: (B,), NaN where a score is missing.
     """
     exact = to_float64(scores)
     members: dict[int, list[int]] = {}

@@ -100,7 +100,7 @@ def kl_loss(logprobs: Tensor, ref_logprobs: Tensor, log_ratio: Tensor) -> Tensor
 
 
 def entropy_bonus(entropy: Tensor, weights: Tensor, action_mask: Tensor) -> Tensor:
-    """sum_t w_t H(pi(. | s_t)), a scalar that `--entropy_coeff` times a loss is lowered by (Schulman 2017, eq. 9).
+    """sum_t w_t H(pi(. | s_t)), a scalar; the loss is reduced by `--entropy_coeff` times it (Schulman 2017, eq. 9).
 
     The entropy belongs to a state, not to the action that was sampled there: weights hold no importance weights.
     """

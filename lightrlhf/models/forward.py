@@ -44,7 +44,7 @@ def cache_inputs(model: PreTrainedModel, cache: Any) -> dict[str, Any]:
 
 @functools.cache
 def cache_name(forward: Callable[..., Any]) -> str | None:
-    """A model's argument for its KV cache, which transformers 5.24 renamed to `cache`; None where there is none."""
+    """A model's argument for its KV cache, renamed to `cache` in transformers 5.24; None if it takes no cache."""
     names = inspect.signature(forward).parameters
     return next((name for name in ("cache", "past_key_values") if name in names), None)
 

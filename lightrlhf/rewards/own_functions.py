@@ -27,7 +27,7 @@ ADVANTAGE_SHAPE = "f(scores) -> (P, K) advantages of K responses to each of P pr
 def check_known_or_own(known: Collection[str], name: str, flag: str) -> None:
     """Raises: ValueError for a text that is neither a known name nor the path of a function."""
     if name not in known and ":" not in name:
-        raise ValueError(f"{flag} {name} is none of {', '.join(known)}, and no function package.module:name")
+        raise ValueError(f"{flag} {name} is unknown; give {', '.join(known)}, or a function package.module:name")
 
 
 @functools.cache
@@ -72,7 +72,7 @@ def load_own_advantage(path: str, num_generations: int) -> TableFunction:
 def own_advantages(path: str, num_generations: int, scores: Tensor, group: Tensor, ranks: Ranks) -> Tensor:
     """Advantages (B,) of this rank's rows by a function of all ranks' scores, see `groups.table_advantages`.
 
-    scores: (B,), NaN where there is none. Raises: RunFailure where the function fails.
+    scores: (B,), NaN where a score is missing. Raises: RunFailure where the function fails.
     """
     parts = ranks.gather((group.tolist(), to_float64(scores).tolist()))
     groups = torch.tensor([number for numbers, _ in parts for number in numbers], dtype=torch.int64)

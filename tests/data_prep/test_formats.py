@@ -427,7 +427,7 @@ case(
 case("repr.csv", [{"messages": str(TALK)}], {"messages": TALK})
 case("typo.jsonl", [{"question": "Sky?", "answer": "Blue."}], "no column qestion among question, answer; did you mean prompt=question?",
      columns="prompt=qestion")
-case("swapped.jsonl", [{"question": "Sky?"}], "question is no column that is read; did you mean prompt=question?",
+case("swapped.jsonl", [{"question": "Sky?"}], "question is not a column that is read; did you mean prompt=question?",
      columns="question=prompt")
 case("impossible.jsonl", [{"a": "b", "c": []}], "no format has messages and prompt", columns="prompt=a,messages=c")
 # containers
@@ -609,11 +609,11 @@ def read_once(file: str, rows: Rows | bytes, columns: list[str]) -> list[dict | 
 @pytest.mark.parametrize(
     "columns, words",
     [
-        ("prompt", "'prompt' is no pair such as prompt=question"),
+        ("prompt", "'prompt' is not a pair such as prompt=question"),
         ("prompt=", "is no pair"),
         ("prompt=a,prompt=b", "prompt occurs twice"),
         ("prompt=a,completion=a", "a occurs twice"),
-        ("title=a", "title is no column that is read; the names are input, "),
+        ("title=a", "title is not a column that is read; the names are input, "),
     ],
 )
 def test_invalid_mappings_are_one_line_before_anything_is_read(tmp_path, capsys, columns, words):
