@@ -610,7 +610,7 @@ def read_once(file: str, rows: Rows | bytes, columns: list[str]) -> list[dict | 
     "columns, words",
     [
         ("prompt", "'prompt' is not a pair such as prompt=question"),
-        ("prompt=", "is no pair"),
+        ("prompt=", "is not a pair"),
         ("prompt=a,prompt=b", "prompt occurs twice"),
         ("prompt=a,completion=a", "a occurs twice"),
         ("title=a", "title is not a column that is read; the names are input, "),
