@@ -39,14 +39,10 @@ class Claim:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Paper:
-    """A paper, what it reports and in which setting, and what of it is tested here."""
+class Section:
+    """The claims of a section of howto/results.md, which says what their papers report and in which setting."""
 
     title: str
-    source: str
-    reports: str
-    commands: tuple[str, ...]
-    page: str  # from howto/, where more is said of the experiment
     claims: tuple[Claim, ...]
     not_measurable: tuple[str, ...] = ()
 
@@ -76,13 +72,8 @@ last_turn = each(lambda row: float(row["scores"][-1]))
 gold_at_end = each(lambda row: float(row["curve"][-1]["gold"]))
 
 TOKEN, MATCHED, MACRO = "token", "token at lambda^(1/8)", "n=8"
-MACRO_ACTIONS = Paper(
-    title="MA-RLHF: macro actions",
-    source="[Chai et al. 2025](https://arxiv.org/abs/2410.02743)",
-    reports="the score of PPO over tokens is reached 1.7 to 2 times faster; gains of up to 30% in summarisation and"
-    " code, 18% in dialogue, 8% in question answering; 2B to 27B parameters (abstract).",
-    commands=("python -m examples.experiments.macro_actions", "python -m examples.experiments.unit_tests"),
-    page="results.md#ppo-and-macro-actions",
+MACRO_ACTIONS = Section(
+    title="macro actions",
     claims=tuple(
         Claim(
             says=says,
@@ -99,7 +90,7 @@ MACRO_ACTIONS = Paper(
         for says, measure, setting, read in (
             (
                 "macro actions learn faster",
-                f"letters, rollouts to a score of .9, restricted to {LIMIT}",
+                "letters, rollouts to a score of .9",
                 "share",
                 rollouts,
             ),
@@ -111,7 +102,7 @@ MACRO_ACTIONS = Paper(
             ),
             (
                 "and under a noisy reward",
-                f"letters, rollouts to a score of .9, restricted to {LIMIT}",
+                "letters, rollouts to a score of .9",
                 "noise",
                 rollouts,
             ),
@@ -141,17 +132,15 @@ MACRO_ACTIONS = Paper(
             read=column("pass_1"),
         ),
     ),
-    not_measurable=(
-        "scores of the reward model, win rates and pass@1 of models of 2B to 27B on TL;DR, HH-RLHF, WebGPT and APPS",
-    ),
+    not_measurable=("scores, win rates and pass@1 of models of 2B to 27B on TL;DR, HH-RLHF, WebGPT and APPS",),
 )
 
 
 def refuel_claims(task: str, measure: str) -> tuple[Claim, ...]:
     """The three claims about the order of arms at the last turn; LT-MIXIN was the better last-turn arm."""
     said = (
-        ("own prefixes are better than the data's", "REFUEL", "MT-MIXIN"),
-        ("rolling on to the end is better than the last turn alone", "MT-MIXIN", "LT-MIXIN"),
+        ("the policy's own prefixes are better than the data's", "REFUEL", "MT-MIXIN"),
+        ("continuing to the last turn is better than sampling only that turn", "MT-MIXIN", "LT-MIXIN"),
         ("REFUEL is better than training the last turn", "REFUEL", "LT-MIXIN"),
     )
     return tuple(
@@ -167,27 +156,16 @@ def refuel_claims(task: str, measure: str) -> tuple[Claim, ...]:
     )
 
 
-REFUEL = Paper(
-    title="REFUEL: multi-turn RLHF",
-    source="[Gao et al. 2024](https://arxiv.org/abs/2410.04612)",
-    reports="ahead of its baselines, and in later turns of a far larger model: win rate over Llama-3-8B-it of 58.6% at"
-    " turn 5 against 55.4% of Llama-3.1-70B-it, over five turns 56.64% against 61.24% (table of its repository; the"
-    " user is Llama-3.1-70B-it, the judge GPT-4). No figures of its baselines were at hand.",
-    commands=("python -m examples.experiments.refuel",),
-    page="results.md#refuel",
+REFUEL = Section(
+    title="REFUEL",
     claims=(
-        *refuel_claims("two_slots", "two slots, gold score after five turns"),
-        *refuel_claims("cafe", "café as a conversation, gold score after three turns"),
+        *refuel_claims("two_slots", "two slots, gold score at the last turn"),
+        *refuel_claims("cafe", "café, gold score at the last turn"),
     ),
-    not_measurable=("win rates of an 8B model against a 70B model by GPT-4 with a 70B model as the user",),
+    not_measurable=("win rates of an 8B model against a 70B model, judged by GPT-4",),
 )
-ONLINE = Paper(
-    title="Online iterative DPO",
-    source="[Dong et al. 2024](https://arxiv.org/abs/2405.07863)",
-    reports="length-controlled AlpacaEval 2 of Llama-3-8B: SFT 10.2, offline DPO 22.5, iterative DPO 31.3 (corrected"
-    " from 37.2; the offline pairs were other data).",
-    commands=("python -m examples.experiments.hidden_map", "python -m examples.experiments.online_cafe"),
-    page="results.md#online-dpo",
+ONLINE = Section(
+    title="online DPO",
     claims=(
         Claim(
             says="online is better than offline",
@@ -219,10 +197,9 @@ ONLINE = Paper(
 
 
 def reflect_claim(task: str, says: str, arm: str, control: str, iterations: int) -> Claim:
-    measure = f"sampled success on held-out starts after {iterations} iterations"
     return Claim(
         says=says,
-        measure=f"{task}, {measure}",
+        measure=f"{task}, success after {iterations} iterations",
         experiment=f"reflect_rl_{task}",
         arm=arm,
         control=control,
@@ -232,15 +209,8 @@ def reflect_claim(task: str, says: str, arm: str, control: str, iterations: int)
 
 POSITIVE, RL = "Reflect-RL, positive", "SFT+RL"
 NEGATIVES, REFLECTOR, AFTER_SFT = "negative examples help", "a reflector helps RL", "RL is better than SFT alone"
-REFLECT_RL = Paper(
-    title="Reflect-RL: a reflector and a policy",
-    source="[Zhou et al. 2024](https://arxiv.org/abs/2402.12621)",
-    reports="SFT and RL with a reflector surpass SFT alone and larger models without tuning (abstract; GPT-2 XL on"
-    " AutoExplore, DangerousTaxi and ALFWorld). Its tables were not at hand.",
-    commands=tuple(
-        f"python -m examples.experiments.reflect_rl --task {task}" for task in ("taxi", "explore", "household")
-    ),
-    page="results.md#reflect-rl",
+REFLECT_RL = Section(
+    title="Reflect-RL",
     claims=(
         reflect_claim("taxi", AFTER_SFT, RL, "SFT", 50),
         reflect_claim("taxi", REFLECTOR, POSITIVE, RL, 50),
@@ -256,10 +226,10 @@ REFLECT_RL = Paper(
 
 def switch_claim(says: str, arm: str, name: str, control: str = "default", less: bool = False) -> Claim:
     measure = {"right": "right answers at the end", "speed": "right answers, mean of the run"}
-    measure["wrong_length"] = "words more in wrong answers than before"
+    measure["wrong_length"] = "growth of wrong answers, words"
     return Claim(
         says=says,
-        measure=f"sorting digits, {measure[name]}",
+        measure=measure[name],
         experiment="grpo_switches",
         arm=arm,
         control=control,
@@ -289,21 +259,16 @@ SWITCHES = {  # table: control, arms
     "prompts and updates": (DEFAULT, ["resample_rounds 4", SEVERAL]),
     "ratio": (SEVERAL, ["clip_coeff_high .28", "gspo", "cispo", "sapo"]),
 }
-RELATIVES = Paper(
-    title="GRPO and its relatives",
-    source="[GRPO](https://arxiv.org/abs/2402.03300), [RLOO](https://arxiv.org/abs/2402.14740), [Dr."
-    " GRPO](https://arxiv.org/abs/2503.20783), [DAPO](https://arxiv.org/abs/2503.14476),"
-    " [GSPO](https://arxiv.org/abs/2507.18071), [CISPO](https://arxiv.org/abs/2506.13585),"
-    " [SAPO](https://arxiv.org/abs/2511.20347), [REINFORCE++](https://arxiv.org/abs/2501.03262),"
-    " [MaxRL](https://arxiv.org/abs/2602.02710)",
-    reports="each is set against what it replaces, on other tasks and with models of billions of parameters. DAPO at"
-    " 32B as verl reproduced it: 52 with all its parts, 50 without dynamic sampling, 44 also without weights by token"
-    " (verl's docs/algo/dapo.md).",
-    commands=("python -m examples.experiments.critic_free_cafe", "python -m examples.experiments.grpo_switches"),
-    page="results.md#grpo-rloo-and-ppo",
+WITHOUT_A_CRITIC = Section(
+    title="without a critic",
     claims=(
         critic_free("GRPO is better than PPO", "GRPO", "PPO"),
         critic_free("RLOO is better than PPO", "RLOO", "PPO"),
+    ),
+)
+RELATIVES = Section(
+    title="switches",
+    claims=(
         switch_claim("Dr. GRPO: no division by the deviation", "mean", "right"),
         switch_claim(
             "Dr. GRPO: constant weights keep wrong answers short",
@@ -321,18 +286,14 @@ RELATIVES = Paper(
         switch_claim("CISPO: a bounded weight for every token", "cispo", "right", SEVERAL),
         switch_claim("SAPO: soft bounds", "sapo", "right", SEVERAL),
     ),
-    not_measurable=("mathematics and code with models of billions of parameters and responses of thousands of tokens",),
+    not_measurable=("mathematics and code, billions of parameters, responses of thousands of tokens",),
 )
-REAL_MODEL = Paper(
-    title="RL with verified answers, a real model",
-    source="[Shao et al. 2024](https://arxiv.org/abs/2402.03300), [RAFT](https://arxiv.org/abs/2304.06767)",
-    reports="nothing at equal samples that was at hand; the comparison is this library's own.",
-    commands=("python -m examples.experiments.real_reasoning",),
-    page="results.md#a-real-model",
+REAL_MODEL = Section(
+    title="real model",
     claims=tuple(
         Claim(
             says="GRPO is better than RAFT from the same samples",
-            measure=f"SmolLM2-135M, `{task}`, held-out items solved greedily",
+            measure=f"`{task}`, right greedy answers",
             experiment="real_reasoning",
             where={"task": task},
             arm="GRPO",
@@ -342,4 +303,4 @@ REAL_MODEL = Paper(
         for task in ("letter_counting", "gcd")
     ),
 )
-PAPERS = (MACRO_ACTIONS, REFUEL, ONLINE, REFLECT_RL, RELATIVES, REAL_MODEL)
+SECTIONS = (WITHOUT_A_CRITIC, RELATIVES, MACRO_ACTIONS, ONLINE, REFUEL, REFLECT_RL, REAL_MODEL)

@@ -1,4 +1,4 @@
-"""Write howto/claims.md, and the tables of other pages between their markers, from the raw rows in the repository.
+"""Write the tables of the pages in howto/, between their markers, from the raw rows in the repository.
 
 What is tested is listed in `claim_list`. A verdict is computed from the 95% interval of the paired difference over
 seeds and never typed: *held* above 0, *the opposite held* below, *not held* else; where a control with the same horizon
@@ -20,14 +20,14 @@ import json
 import subprocess
 import sys
 import tempfile
-import textwrap
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from examples.experiments.claim_list import LIMIT, PAPERS, Claim, Paper, rollouts
+from examples.experiments.claim_list import SECTIONS, Claim, Section, rollouts
 from examples.experiments.page_tables import TABLES, markdown, short
 from examples.experiments.readings import Gap, compare
 from examples.experiments.records import Row, common_seeds, keep, kept_rows
@@ -38,7 +38,6 @@ from lightrlhf.cli.parser import parse
 from lightrlhf.storage.writing import write_text
 
 HOWTO = Path(__file__).resolve().parents[2] / "howto"
-PAGES = [path for path in sorted(HOWTO.rglob("*.md")) if path.name != "claims.md"]
 ENOUGH = 3  # seeds of a verdict
 HOPELESS = "not measurable here"
 VERDICTS = (
@@ -56,14 +55,14 @@ FIRST, TOLERANCE = 5, 0.02  # rollouts, and of their scores, where another proce
 
 @dataclass(frozen=True, kw_only=True)
 class ClaimsArgs(Args):
-    """Write the page on claims from raw rows."""
+    """Write the tables of the pages from raw rows."""
 
     keep: str | None = None
     """Experiment whose rows in `output_dir` are put into the repository first: a name in `results`, or a new one."""
     output_dir: str | None = None
     """Folder of that experiment."""
     tables: bool = False
-    """Print every table that is made from rows instead, also those that stand on no page."""
+    """Print every table that is made from rows instead, whether a page has it or not."""
     smoke: bool = False
     """Run one seed of the cheapest arm again instead, and compare it with the row that is kept."""
 
@@ -80,23 +79,29 @@ def main(argv: list[str] | None = None) -> None:
         run_again()
         return
     if args.tables:
-        for name, table in TABLES.items():
+        for name, table in tables().items():
             print(f"{name}\n\n{table()}")
         return
     if args.keep and args.output_dir:
         keep(args.keep, Path(args.output_dir))
     for path, text in pages().items():
-        if path.read_text(encoding="utf-8") != text if path.is_file() else True:
+        if path.read_text(encoding="utf-8") != text:
             write_text(path, text)
             print(f"written: {path}")
 
 
+def tables() -> dict[str, Callable[[], str]]:
+    """Every table that is made from rows, by name."""
+    of_claims = {f"claims, {section.title}": partial(claim_table, section) for section in SECTIONS}
+    return {"verdicts": verdicts, **of_claims, **TABLES}
+
+
 def pages() -> dict[Path, str]:
-    """The text of every page that is made from rows, whole or between markers."""
-    made = {HOWTO / "claims.md": claims_page()}
-    for path in PAGES:
+    """The text of every page that has tables made from rows."""
+    made = {}
+    for path in sorted(HOWTO.rglob("*.md")):
         text = path.read_text(encoding="utf-8")
-        for name, table in TABLES.items():
+        for name, table in tables().items():
             start, end = f"<!-- rows: {name} -->", f"<!-- end of rows: {name} -->"
             before, marker, rest = text.partition(start)
             if marker:
@@ -140,79 +145,29 @@ def verdict(finding: Finding | None) -> str:
     return "only at the same lambda" if finding.matched and finding.matched[1] <= 0 else "held"
 
 
-# ------------------------------------------------------------------------------------------------------------ the page
-INTRODUCTION = """\
-# Claims
-
-What papers on RLHF claim, and what a replication with small models found. To choose a method, or to check a figure of
-these pages; [results](results.md) has more of the experiments. Words: [interval](words.md#interval), [lambda
-matched](words.md#lambda-matched), [gold score](words.md#gold-score), [KL](words.md#kl).
-
-`make claims` writes this page from [raw rows](../examples/experiments/results/macro_actions.args.json), one a run, with
-seed, curve, seconds, versions, processor, day and commit. The [claims](../examples/experiments/claim_list.py) were
-written down before the runs.
-
-A difference is an arm minus its control, paired by seed, turned so that more is better for the claim, with a 95%
-interval (Student's t over *n* seeds). *Held*: the interval lies above 0. *Only at the same lambda*: not against tokens
-with the same horizon. *The opposite held*: it lies below 0. *Not held*: neither, perhaps for too few seeds. A run that
-does not reach a score within {limit} rollouts counts as {limit}; p is of the log-rank test. Models have 0.1M to 0.9M
-parameters (SmolLM2: 135M), so claims may hold for larger ones. The **{comparisons} comparisons are not adjusted for
-their number**: one in forty false claims is called held by chance.
-
-{summary}
-"""
-AGAIN = """\
-## Run them again
-
-A new folder starts from the rows in the repository. The second command adds the new rows to them and writes the pages,
-the third prints every table that is made from rows.
-
-<!-- parse only -->
-```bash
-python -m examples.experiments.macro_actions --seeds 11 12 --output_dir macro_actions
-python -m examples.experiments.claims --keep macro_actions --output_dir macro_actions
-python -m examples.experiments.claims --tables True
-```
-
-`make claims-smoke` runs one seed of the cheapest arm again and compares its row: bit for bit on the same processor with
-the same packages, else the first {first} scores within {tolerance}.
-"""
+# ---------------------------------------------------------------------------------------------------------- the tables
+def findings(section: Section) -> list[Finding | None]:
+    """What the rows say of each claim of a section."""
+    return [find(claim, kept_rows(claim.experiment)) for claim in section.claims]
 
 
-def claims_page() -> str:
-    """The text of howto/claims.md."""
-    kept = {claim.experiment: kept_rows(claim.experiment) for paper in PAPERS for claim in paper.claims}
-    found = {paper.title: [find(claim, kept[claim.experiment]) for claim in paper.claims] for paper in PAPERS}
-    counts = Counter(verdict(one) for findings in found.values() for one in findings)
-    counts[HOPELESS] = sum(len(paper.not_measurable) for paper in PAPERS)
-    lines = [(name, str(counts[name])) for name in VERDICTS if counts[name]]
-    comparisons = sum(1 + bool(one.matched) for findings in found.values() for one in findings if one)
-    introduction = INTRODUCTION.format(
-        limit=LIMIT,
-        comparisons=comparisons,
-        summary=markdown(("verdict", "claims"), lines).rstrip(),
+def verdicts() -> str:
+    """A table of how many claims have each verdict, and the number of comparisons."""
+    found = [one for section in SECTIONS for one in findings(section)]
+    counts = Counter(verdict(one) for one in found)
+    counts[HOPELESS] = sum(len(section.not_measurable) for section in SECTIONS)
+    comparisons = sum(1 + bool(one.matched) for one in found if one)
+    rows = [(name, str(counts[name])) for name in VERDICTS if counts[name]]
+    return (
+        f"{markdown(('verdict', 'claims'), rows)}\nThe {comparisons} comparisons are not adjusted for their number.\n"
     )
-    sections = [section(paper, found[paper.title]) for paper in PAPERS]
-    return "\n".join([introduction, *sections, AGAIN.format(first=FIRST, tolerance=TOLERANCE)])
 
 
-def section(paper: Paper, findings: Sequence[Finding | None]) -> str:
-    """What a paper reports, and a row for each of its claims."""
-    table = [cells(claim, finding) for claim, finding in zip(paper.claims, findings)]
-    table += [(said, "", "", "", HOPELESS) for said in paper.not_measurable]
-    headings = ("claim", "measured", "difference", "n", "verdict")
-    commands = "\n".join(paper.commands)
-    parts = [
-        f"## {paper.title}",
-        filled(f"{paper.source}. Reported: {paper.reports} [More]({paper.page})."),
-        markdown(headings, table).rstrip(),
-        f"<!-- parse only -->\n```bash\n{commands}\n```",
-    ]
-    return "\n\n".join(parts) + "\n"
-
-
-def filled(text: str) -> str:
-    return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False)
+def claim_table(section: Section) -> str:
+    """A row for each claim of a section, and for what cannot be measured here."""
+    table = [cells(claim, finding) for claim, finding in zip(section.claims, findings(section))]
+    table += [(said, "", "", "", HOPELESS) for said in section.not_measurable]
+    return markdown(("claim", "measured", "difference", "n", "verdict"), table)
 
 
 def cells(claim: Claim, finding: Finding | None) -> tuple[str, ...]:
@@ -265,7 +220,7 @@ def compared(before: Row, row: Row) -> str:
 
 
 UNSTABLE = ("seconds", "cpu_seconds", "versions", "commit", "day")
-STALE = "a change of results needs new rows (howto/claims.md, Run them again)"
+STALE = "a change of results needs new rows (howto/results.md, Run them again)"
 
 
 def maker(row: Row) -> Any:

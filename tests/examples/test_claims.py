@@ -1,4 +1,4 @@
-"""The page on claims and the tables of pages are those of the rows that are kept; verdicts follow from intervals."""
+"""The tables of pages are made from the rows that are kept; verdicts follow from intervals."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from examples.experiments import (
     refuel,
     unit_tests,
 )
-from examples.experiments.claim_list import PAPERS, Claim, column, rollouts, success
-from examples.experiments.page_tables import TABLES, markdown, short
+from examples.experiments.claim_list import SECTIONS, Claim, column, rollouts, success
+from examples.experiments.page_tables import markdown, short
 from examples.experiments.readings import compare, each, equal_kl
 from examples.experiments.records import KEPT, kept_rows, settings_file
 from lightrlhf.cli.errors import RunFailure
@@ -42,33 +42,34 @@ def rows_of(scores: dict[str, list[float]], **columns: str) -> list[dict]:
 
 def test_the_pages_are_those_of_the_rows():
     made = claims.pages()
-    assert {"claims.md", "results.md"} <= {path.name for path in made}
+    assert made.keys() == {ROOT / "howto" / "results.md"}
     for path, text in made.items():
         assert path.read_text(encoding="utf-8") == text, f"{path}: make claims"
-        assert {*re.findall(r"<!-- (?:end of )?rows: (.*) -->", text)} <= TABLES.keys()
+        assert {*re.findall(r"<!-- (?:end of )?rows: (.*) -->", text)} <= claims.tables().keys()
 
 
 def test_every_table_is_printed_also_those_of_no_page(capsys):
     claims.main(["--tables", "True"])
     printed = capsys.readouterr().out
-    assert all(f"{name}\n\n" in printed for name in TABLES) and printed.count("|---|") >= len(TABLES)
+    assert all(f"{name}\n\n" in printed for name in claims.tables())
 
 
 def test_the_readme_says_how_many_claims_held():
-    counts = {name: int(n) for name, n in re.findall(r"^\| ([a-z ]+) \| (\d+) \|$", claims.claims_page(), re.MULTILINE)}
+    counts = {name: int(n) for name, n in re.findall(r"^\| ([a-z ]+) \| (\d+) \|$", claims.verdicts(), re.MULTILINE)}
     tested = sum(counts.values()) - counts[claims.HOPELESS]
-    said = f"of {tested} claims [{counts['held']} held](howto/claims.md)"
+    said = f"of {tested} claims [{counts['held']} held](howto/results.md)"
     assert said in " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
 
 
 def test_a_page_follows_its_rows(monkeypatch, tmp_path):
-    text = claims.claims_page()
+    section = next(one for one in SECTIONS if one.title == "macro actions")
+    text = claims.claim_table(section)
     for path in KEPT.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
     monkeypatch.setattr(records, "KEPT", tmp_path)
-    assert claims.claims_page() == text
+    assert claims.claim_table(section) == text
     (tmp_path / "macro_actions.jsonl.gz").unlink()
-    assert "no rows yet" not in text and "no rows yet" in claims.claims_page()
+    assert "no rows yet" not in text and "no rows yet" in claims.claim_table(section)
 
 
 @pytest.mark.parametrize(
@@ -139,7 +140,7 @@ ARMS = {
 
 
 def test_every_claim_names_arms_of_its_experiment():
-    for claim in (claim for paper in PAPERS for claim in paper.claims):
+    for claim in (claim for section in SECTIONS for claim in section.claims):
         assert {claim.arm, claim.control, claim.matched or claim.arm} <= set(ARMS[claim.experiment]), claim
 
 
