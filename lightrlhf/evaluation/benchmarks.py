@@ -17,8 +17,8 @@ import json
 import shlex
 import time
 import uuid
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -33,89 +33,99 @@ from lightrlhf.storage.writing import write_text
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-OF_THE_REFERENCE = ("output", "generator")  # columns of AlpacaEval's questions that are another model's
+
+class Benchmark(NamedTuple):
+    """The files of a benchmark: {folder} is the harness's folder, {label} the model's name, {answers} their file."""
+
+    turns: Callable[[Row], list[str]]  # of the user, by a question
+    answer: Callable[[Row, list[str], str], Row]  # a row of the answers, by a question, its responses and the label
+    answers: str
+    questions: str  # the copy of the questions that it reads; empty where the answers repeat them
+    command: str
+    note: str = ""
 
 
-def alpaca_eval(subject: Subject) -> Written:
-    """Write a response to each instruction, `outputs.json`."""
-    said = dialogues(subject, [[row["instruction"]] for row in subject.questions])
-    rows = [
-        {name: value for name, value in row.items() if name not in OF_THE_REFERENCE}
-        | {"output": response, "generator": subject.label}
-        for row, (response,) in zip(subject.questions, said)
-    ]
-    file = subject.folder / "outputs.json"
-    write_text(file, json.dumps(rows, indent=1, ensure_ascii=False))
-    return Written([file], shlex.join(["alpaca_eval", "--model_outputs", str(file)]), {})
-
-
-def mt_bench(subject: Subject) -> Written:
-    """Write a response to each turn of each question, in the folders that FastChat reads."""
-    said = dialogues(subject, [row["turns"] for row in subject.questions])
-    rows = [
-        {
+BENCHMARKS = {
+    "alpaca_eval": Benchmark(
+        turns=lambda row: [row["instruction"]],
+        answer=lambda row, responses, label: {**row, "output": responses[0], "generator": label},
+        answers="outputs.json",
+        questions="",
+        command="alpaca_eval --model_outputs {answers}",
+    ),
+    "mt_bench": Benchmark(
+        turns=lambda row: row["turns"],
+        answer=lambda row, responses, label: {
             "question_id": row["question_id"],
             "answer_id": uuid.uuid4().hex,
-            "model_id": subject.label,
-            "choices": [{"index": 0, "turns": turns}],
+            "model_id": label,
+            "choices": [{"index": 0, "turns": responses}],
             "tstamp": time.time(),
-        }
-        for row, turns in zip(subject.questions, said)
-    ]
-    folder = subject.folder / "data" / "mt_bench"
-    files = [folder / "question.jsonl", folder / "model_answer" / f"{subject.label}.jsonl"]
-    write_jsonl(files[0], subject.questions)
-    write_jsonl(files[1], rows)
-    judge = shlex.join(["python", "-m", "fastchat.llm_judge.gen_judgment", "--model-list", subject.label])
-    note = f"it needs FastChat's data/judge_prompts.jsonl and data/mt_bench/reference_answer in {subject.folder}"
-    return Written(files, f"cd {shlex.quote(str(subject.folder))} && {judge}", {}, note)
-
-
-def arena_hard(subject: Subject) -> Written:
-    """Write a response to each question, in the folders that Arena-Hard-Auto reads."""
-    said = dialogues(subject, [[row["prompt"]] for row in subject.questions])
-    rows = [
-        {
+        },
+        answers="data/mt_bench/model_answer/{label}.jsonl",
+        questions="data/mt_bench/question.jsonl",
+        command="cd {folder} && python -m fastchat.llm_judge.gen_judgment --model-list {label}",
+        note="it needs FastChat's data/judge_prompts.jsonl and data/mt_bench/reference_answer in {folder}",
+    ),
+    "arena_hard": Benchmark(
+        turns=lambda row: [row["prompt"]],
+        answer=lambda row, responses, label: {
             "uid": row["uid"],
             "ans_id": uuid.uuid4().hex,
-            "model": subject.label,
+            "model": label,
             "messages": [
                 {"role": "user", "content": row["prompt"]},
-                {"role": "assistant", "content": {"answer": response}},
+                {"role": "assistant", "content": {"answer": responses[0]}},
             ],
             "tstamp": time.time(),
             "metadata": {},
-        }
-        for row, (response,) in zip(subject.questions, said)
-    ]
-    folder = subject.folder / "data" / "arena-hard-v2.0"
-    files = [folder / "question.jsonl", folder / "model_answer" / f"{subject.label}.jsonl"]
-    write_jsonl(files[0], subject.questions)
-    write_jsonl(files[1], rows)
-    words = ["python", "gen_judgment.py", "--setting-file", "config/arena-hard-v2.0.yaml"]
-    note = f"run it in a clone of arena-hard-auto with these files in its data, and {subject.label} in its config's"
-    return Written(files, shlex.join(words), {}, f"{note} model_list")
+        },
+        answers="data/arena-hard-v2.0/model_answer/{label}.jsonl",
+        questions="data/arena-hard-v2.0/question.jsonl",
+        command="python gen_judgment.py --setting-file config/arena-hard-v2.0.yaml",
+        note="run it in a clone of arena-hard-auto with these files in its data and {label} in its config's model_list",
+    ),
+}
+
+
+def write_answers(subject: Subject, name: str) -> Written:
+    """Write the model's responses to the questions of the benchmark of this name."""
+    benchmark = BENCHMARKS[name]
+    names = {"folder": str(subject.folder), "label": subject.label}
+    answers = subject.folder / benchmark.answers.format(**names)
+    responses = respond_by_turn(subject, [benchmark.turns(row) for row in subject.questions])
+    rows = [benchmark.answer(row, said, subject.label) for row, said in zip(subject.questions, responses)]
+    if answers.suffix == ".json":
+        write_text(answers, json.dumps(rows, indent=1, ensure_ascii=False))
+    else:
+        write_jsonl(answers, rows)
+    files = [answers]
+    if benchmark.questions:
+        files.insert(0, subject.folder / benchmark.questions)
+        write_jsonl(files[0], subject.questions)
+    quoted = {key: shlex.quote(value) for key, value in {**names, "answers": str(answers)}.items()}
+    return Written(files, benchmark.command.format(**quoted), {}, benchmark.note.format(**names))
 
 
 # -------------------------------------------------------------------------------------------------------- responses
-def dialogues(subject: Subject, asked: Sequence[Sequence[str]]) -> list[list[str]]:
-    """Responses to the turns of users, turn by turn; turn h is sampled with the noise of `seed` + h.
+def respond_by_turn(subject: Subject, asked: Sequence[Sequence[str]]) -> list[list[str]]:
+    """Responses to the turns of users, turn by turn; turn h is sampled with the noise of `--seed` + h.
 
     Raises: UsageError for a second turn without a chat template, and for a prompt that spells a control token.
     """
     said: list[list[str]] = [[] for _ in asked]
+    args, policy, tokenizer = subject.args, subject.model, subject.tokenizer
     for turn in range(max(map(len, asked))):
-        places = [i for i, turns in enumerate(asked) if len(turns) > turn]
-        rows = [prompt_row(subject.tokenizer, asked[i][: turn + 1], said[i], f"question {i + 1}") for i in places]
-        policy, seed = subject.model, subject.seed + turn
-        rollout = respond(subject.args, policy, policy, rows, subject.tokenizer, seed, subject.batch_size)
-        for i, ids in zip(places, rollout.response_ids()):
-            said[i].append(decode(subject.tokenizer, ids).strip())
+        going = [i for i, turns in enumerate(asked) if len(turns) > turn]
+        rows = [prompt_row(tokenizer, asked[i][: turn + 1], said[i], f"question {i + 1}") for i in going]
+        rollout = respond(args, policy, policy, rows, tokenizer, args.seed + turn, args.rollout_mini_batch_size)
+        for i, ids in zip(going, rollout.response_ids()):
+            said[i].append(decode(tokenizer, ids).strip())
     return said
 
 
 def prompt_row(tokenizer: PreTrainedTokenizerBase, asked: Sequence[str], said: Sequence[str], where: str) -> Row:
-    """The prompt of the last turn of a user, behind the turns before it."""
+    """The prompt of a user's last turn, after the turns before it."""
     where = f"--harness_questions: {where}"
     if tokenizer.chat_template:
         messages = [{"role": "user", "content": asked[0]}]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,7 +21,7 @@ from lightrlhf.cli.fields import flag
 from lightrlhf.cli.groups import FrozenArgs
 from lightrlhf.cli.paths import check_file
 from lightrlhf.data.splits import Row
-from lightrlhf.evaluation.benchmarks import alpaca_eval, arena_hard, mt_bench
+from lightrlhf.evaluation.benchmarks import write_answers
 from lightrlhf.evaluation.frame import PolicyEvaluationArgs
 from lightrlhf.evaluation.reward_bench import rewardbench
 from lightrlhf.evaluation.subjects import Subject, Written
@@ -33,22 +34,17 @@ from lightrlhf.storage.jsonl import read_jsonl
 from lightrlhf.storage.run_dir import is_experiment_dir, short_name
 from lightrlhf.storage.writing import make_folder, writing
 
-HARNESSES: dict[str, Callable[[Subject], Written]] = {
-    "lm_eval": lm_eval,
-    "inspect": inspect,
-    "alpaca_eval": alpaca_eval,
-    "mt_bench": mt_bench,
-    "arena_hard": arena_hard,
-    "rewardbench": rewardbench,
-}
-TEXT = (lambda value: isinstance(value, str) and bool(value)), "a text"
-TURNS = (lambda value: isinstance(value, list) and bool(value) and all(map(TEXT[0], value))), "a list of texts"
-NUMBER_OR_TEXT = (lambda value: isinstance(value, str | int)), "a number or a text"
-QUESTIONS: dict[str, dict[str, tuple[Callable[[Any], bool], str]]] = {  # what is read of a benchmark's questions
-    "alpaca_eval": {"instruction": TEXT},
-    "mt_bench": {"question_id": NUMBER_OR_TEXT, "turns": TURNS},
-    "arena_hard": {"uid": NUMBER_OR_TEXT, "prompt": TEXT},
-    "rewardbench": {"prompt": TEXT, "chosen": TEXT, "rejected": TEXT},
+Column = tuple[Callable[[Any], bool], str]  # what a value must be, and the words for it
+TEXT: Column = (lambda value: isinstance(value, str) and bool(value)), "a text"
+TEXTS: Column = (lambda value: isinstance(value, list) and bool(value) and all(map(TEXT[0], value))), "a list of texts"
+NUMBER_OR_TEXT: Column = (lambda value: isinstance(value, str | int)), "a number or a text"
+HARNESSES: dict[str, tuple[Callable[[Subject], Written], dict[str, Column]]] = {  # writer, columns of the questions
+    "lm_eval": (lm_eval, {}),
+    "inspect": (inspect, {}),
+    "alpaca_eval": (partial(write_answers, name="alpaca_eval"), {"instruction": TEXT}),
+    "mt_bench": (partial(write_answers, name="mt_bench"), {"question_id": NUMBER_OR_TEXT, "turns": TEXTS}),
+    "arena_hard": (partial(write_answers, name="arena_hard"), {"uid": NUMBER_OR_TEXT, "prompt": TEXT}),
+    "rewardbench": (rewardbench, {"prompt": TEXT, "chosen": TEXT, "rejected": TEXT}),
 }
 GREEDY = ("lm_eval", "inspect")  # whose responses the harness itself generates
 
@@ -71,12 +67,12 @@ class HarnessArgs(PolicyEvaluationArgs):
     def _check(self) -> None:
         if self.harness is None:
             return
-        if self.harness_questions is None and self.harness in QUESTIONS and self.harness != "rewardbench":
-            fields = ", ".join(QUESTIONS[self.harness])
+        _, columns = HARNESSES[self.harness]
+        if self.harness_questions is None and columns and self.harness != "rewardbench":
             raise ValueError(
-                f"--harness {self.harness} needs --harness_questions: the benchmark's own file, of {fields}"
+                f"--harness {self.harness} needs --harness_questions: the benchmark's own file, of {', '.join(columns)}"
             )
-        if self.harness_questions is not None and self.harness not in QUESTIONS:
+        if self.harness_questions is not None and not columns:
             raise ValueError(
                 f"--harness_questions {self.harness_questions}: --harness {self.harness} is a task of the held-out "
                 "split; leave it out"
@@ -120,15 +116,10 @@ def write_for(args: HarnessArgs, harness: str, data_dir: str, device: torch.devi
             model=model.requires_grad_(False).eval().to(device),
             tokenizer=tokenizer,
             data_dir=data_dir,
-            split=args.split,
-            num_samples=args.num_samples,
-            batch_size=args.rollout_mini_batch_size,
-            seed=args.seed,
-            verify=args.verify,
             folder=folder,
             questions=questions[: args.num_samples],
         )
-        written = HARNESSES[harness](subject)
+        written = HARNESSES[harness][0](subject)
         show(written)
         rows.append({"model": short_name(name), **written.results})
     return rows
@@ -158,13 +149,14 @@ def read_questions(path: str, harness: str) -> list[Row]:
         rows = read_jsonl(path)
     if not rows:
         raise UsageError(f"--harness_questions {path} has no rows")
+    columns = HARNESSES[harness][1]
     for number, row in enumerate(rows, start=1):
-        for name, (check, kind) in QUESTIONS[harness].items():
+        for name, (check, kind) in columns.items():
             if not isinstance(row, dict) or name not in row or not check(row[name]):
                 found = repr(row[name])[:60] if isinstance(row, dict) and name in row else "no value"
                 raise UsageError(
                     f"--harness_questions {path}: row {number} has under {name!r} {found}, not {kind}; "
-                    f"--harness {harness} reads {', '.join(QUESTIONS[harness])}"
+                    f"--harness {harness} reads {', '.join(columns)}"
                 )
     return rows
 

@@ -18,7 +18,7 @@ from lightrlhf.cli.errors import UsageError
 from lightrlhf.data.rows import load_rows
 from lightrlhf.data.splits import Row, check_vocabulary
 from lightrlhf.data.tokens import decode
-from lightrlhf.evaluation.pairs import pair_scores
+from lightrlhf.evaluation.pairs import rank_pairs
 from lightrlhf.evaluation.subjects import Subject, Written
 from lightrlhf.models.roles import vocabulary_size
 from lightrlhf.storage.jsonl import write_jsonl
@@ -32,33 +32,30 @@ def rewardbench(subject: Subject) -> Written:
     tokenizer = subject.tokenizer
     if getattr(subject.model.model.config, "compares_pairs", False):
         raise UsageError(f"--harness rewardbench: {subject.name} compares two responses and has no score of one")
-    pairs = given_pairs(subject) if subject.questions else subject.rows("preference")
+    pairs = load_pairs(subject) if subject.questions else subject.rows("preference")
     if not pairs:
         raise UsageError(
-            f"--harness rewardbench: {subject.data_dir} has no pairs in its {subject.split} split; "
+            f"--harness rewardbench: {subject.data_dir} has no pairs in its {subject.args.split} split; "
             "prepare preference data, or give --harness_questions"
         )
     check_vocabulary(pairs, vocabulary_size(subject.model), subject.data_dir)
+    size = subject.args.rollout_mini_batch_size
+    _, records = rank_pairs(subject.model, pairs, tokenizer.pad_token_id, size)
     rows: list[Row] = []
-    for start in range(0, len(pairs), subject.batch_size):
-        few = pairs[start : start + subject.batch_size]
-        chosen, rejected = (scores.tolist() for scores in pair_scores(subject.model, few, tokenizer.pad_token_id))
-        for row, good, bad in zip(few, chosen, rejected):
-            ids = {side: torch.as_tensor(row[f"{side}_input_ids"]).tolist() for side in ("chosen", "rejected")}
-            columns = row.get("columns", {})
-            texts = {side: tokenizer.decode(ids[side], clean_up_tokenization_spaces=False) for side in ids}
-            rows.append(
-                {
-                    "id": columns.get("id", len(rows)),
-                    "subset": str(columns.get("subset", columns.get("group", "all"))),
-                    "prompt": decode(tokenizer, ids["chosen"][: row["prompt_len"]]),
-                    "text_chosen": texts["chosen"],
-                    "text_rejected": texts["rejected"],
-                    "scores_chosen": good,
-                    "scores_rejected": bad,
-                    "results": int(good > bad),
-                }
-            )
+    for pair, record in zip(pairs, records):
+        chosen, rejected = (torch.as_tensor(pair[f"{side}_input_ids"]).tolist() for side in ("chosen", "rejected"))
+        rows.append(
+            {
+                "id": record.get("id", len(rows)),
+                "subset": str(record.get("subset", record.get("group", "all"))),
+                "prompt": decode(tokenizer, chosen[: pair["prompt_len"]]),
+                "text_chosen": tokenizer.decode(chosen, clean_up_tokenization_spaces=False),
+                "text_rejected": tokenizer.decode(rejected, clean_up_tokenization_spaces=False),
+                "scores_chosen": record["chosen"],
+                "scores_rejected": record["rejected"],
+                "results": int(record["right"] == 1),  # 0 for a tie and for a score that is not finite
+            }
+        )
     files = [subject.folder / f"{subject.label}_outputs.jsonl"]
     write_jsonl(files[0], rows)
     results = {"accuracy": sum(row["results"] for row in rows) / len(rows)}
@@ -75,7 +72,7 @@ def rewardbench(subject: Subject) -> Written:
     return Written(files, shlex.join(words), results, note)
 
 
-def given_pairs(subject: Subject) -> list[Row]:
+def load_pairs(subject: Subject) -> list[Row]:
     """Rows of the user's pairs; prompts are user messages where the tokenizer has a chat template."""
     rows = subject.questions
     if subject.tokenizer.chat_template:

@@ -1,4 +1,4 @@
-"""What a harness is written for: a loaded model, the held-out data, and where the files go."""
+"""What is written for another harness: the model, the held-out data and the folder, and what was written there."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lightrlhf.cli.groups import DecodingArgs
 from lightrlhf.data.splits import Row, load_split
+from lightrlhf.evaluation.frame import PolicyEvaluationArgs
 from lightrlhf.storage.run_dir import short_name
 
 if TYPE_CHECKING:
@@ -18,30 +18,25 @@ if TYPE_CHECKING:
 class Subject:
     """A model to be evaluated by another harness."""
 
-    args: DecodingArgs  # how it responds where its responses are sampled here
+    args: PolicyEvaluationArgs
     name: str  # experiment dir, checkpoint or model folder, as given
     source: str  # folder of the checkpoint, or hub id
     model: Any  # Policy, or ScalarModel for rewardbench
     tokenizer: PreTrainedTokenizerBase
     data_dir: str
-    split: str
-    num_samples: int | None
-    batch_size: int
-    seed: int
-    verify: bool
     folder: Path  # of the files that are written
     questions: list[Row]  # of the user's own file; empty without one
 
     @property
     def label(self) -> str:
-        """The model's name in files of answers, and the stem of their names."""
+        """The model's name in the files, and the stem of their names."""
         return short_name(self.name)
 
     def rows(self, stage: str) -> list[Row]:
-        """Rows of the split, at most `num_samples`; empty where the data has none of this stage."""
-        if not Path(self.data_dir, f"{stage}_{self.split}.pt").is_file():
+        """Rows of the split, at most `--num_samples`; empty where the data has none of this stage."""
+        if not Path(self.data_dir, f"{stage}_{self.args.split}.pt").is_file():
             return []
-        return load_split(self.data_dir, stage, self.split, self.verify)[: self.num_samples]
+        return load_split(self.data_dir, stage, self.args.split, self.args.verify)[: self.args.num_samples]
 
 
 class Written(NamedTuple):

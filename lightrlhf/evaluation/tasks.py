@@ -16,14 +16,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.data.splits import Row, check_vocabulary, load_prompts
-from lightrlhf.data.tokens import decode
 from lightrlhf.evaluation.answers import perplexity, respond
 from lightrlhf.evaluation.pairs import likelihoods
 from lightrlhf.evaluation.subjects import Subject, Written
@@ -32,52 +32,22 @@ from lightrlhf.models.lora import ADAPTER_CONFIG
 from lightrlhf.models.names import base_name
 from lightrlhf.models.roles import vocabulary_size
 from lightrlhf.rewards.functions import ANSWERS
+from lightrlhf.rewards.scorers import device_of
 from lightrlhf.storage.jsonl import write_jsonl
 from lightrlhf.storage.writing import write_text
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 LM_EVAL_TASK = """\
 task: lightrlhf_{task}
 dataset_path: json
-dataset_kwargs:
-  data_files:
-    test: {file}
+dataset_kwargs: {{data_files: {{test: {file}}}}}
 test_split: test
 doc_to_text: prompt
 target_delimiter: ""
-{scoring}
-metadata:
-  version: 1
-"""
-LIKELIHOOD = """\
-output_type: multiple_choice
-doc_to_choice: responses
-doc_to_target: 0
-"""
-LM_EVAL_SCORING = {
-    "perplexity": f"""\
-{LIKELIHOOD}process_results: !function lightrlhf_scores.likelihood
-metric_list:
-  - metric: perplexity
-    aggregation: weighted_perplexity
-    higher_is_better: false""",
-    "pairs": f"""\
-{LIKELIHOOD}metric_list:
-  - metric: acc
-    aggregation: mean
-    higher_is_better: true""",
-    "answers": """\
-output_type: generate_until
-doc_to_target: answer
-generation_kwargs:
-  do_sample: false
-  max_gen_toks: {max_new_tokens}
-  until: []
-process_results: !function lightrlhf_scores.exact_match
-metric_list:
-  - metric: exact_match
-    aggregation: mean
-    higher_is_better: true""",
-}
+metadata: {{version: 1}}
+{scoring}"""
 LM_EVAL_SCORES = '''\
 """Scores of the tasks in this folder, called by lm-evaluation-harness."""
 
@@ -138,42 +108,141 @@ INSPECT_MODEL = {
 }
 
 
+# ------------------------------------------------------------------------------------------------------------ tasks
+def demonstration_documents(tokenizer: PreTrainedTokenizerBase, row: Row) -> list[Row] | None:
+    """A document for each answer of a demonstration; None when the text of one has other ids."""
+    ids = torch.as_tensor(row["input_ids"]).tolist()
+    documents: list[Row] = []
+    for start, end in target_spans(row):
+        text = split_text(tokenizer, ids[:end], start)
+        if text is None:
+            return None
+        responses = [text.response, *([text.space] if text.space else [])]  # see LM_EVAL_SCORES
+        documents.append({"prompt": text.prompt, "responses": responses, "num_tokens": end - start})
+    return documents
+
+
+def pair_documents(tokenizer: PreTrainedTokenizerBase, row: Row) -> list[Row] | None:
+    """A document of a preference pair, the chosen response first; None when a text has other ids."""
+    sides = [torch.as_tensor(row[f"{side}_input_ids"]).tolist() for side in ("chosen", "rejected")]
+    chosen, rejected = (split_text(tokenizer, ids, row["prompt_len"]) for ids in sides)
+    return (
+        [{"prompt": chosen.prompt, "responses": [chosen.response, rejected.response]}] if chosen and rejected else None
+    )
+
+
+def answer_documents(tokenizer: PreTrainedTokenizerBase, row: Row) -> list[Row] | None:
+    """A document of a prompt and its answer; None when the prompt's text has other ids."""
+    prompt = text_of(tokenizer, torch.as_tensor(row["input_ids"]).tolist())
+    return [{"prompt": prompt, "answer": answer_of(row)}] if prompt else None
+
+
+def rows_with_answer(subject: Subject) -> list[Row]:
+    """The prompts that have an answer, at most `--num_samples`."""
+    prompts = load_prompts(subject.data_dir, subject.args.split, subject.args.verify)
+    return [row for row in prompts if answer_of(row)][: subject.args.num_samples]
+
+
+def answer_of(row: Row) -> str:
+    """The right answer of a prompt, without white space at its ends; empty where there is none."""
+    answers = (row["columns"].get(name) for name in ANSWERS)
+    return next((str(one).strip() for one in answers if isinstance(one, str | int | float)), "")
+
+
+def pair_accuracy(subject: Subject, rows: list[Row]) -> float:
+    """Share of pairs whose chosen response is the likelier one."""
+    size = subject.args.rollout_mini_batch_size
+    values = likelihoods(subject.model, rows, subject.tokenizer.pad_token_id, size)
+    return sum(chosen > rejected for chosen, rejected in values) / len(values)
+
+
+def exact_match(subject: Subject, rows: list[Row]) -> float:
+    """Share of prompts whose greedy response is the answer, up to white space at its ends."""
+    args, policy = dataclasses.replace(subject.args, do_sample=False), subject.model
+    rollout = respond(args, policy, policy, rows, subject.tokenizer, args.seed, args.rollout_mini_batch_size)
+    return sum(response.strip() == answer_of(row) for (_, response), row in zip(rollout.texts, rows)) / len(rows)
+
+
+class Task(NamedTuple):
+    """A task of lm-eval, and what it should find."""
+
+    rows: Callable[[Subject], list[Row]]
+    documents: Callable[[PreTrainedTokenizerBase, Row], list[Row] | None]  # of a row; None leaves it out
+    scoring: str  # the part of the YAML file that is the task's own
+    measure: Callable[[Subject, list[Row]], float]
+
+    def select(self, subject: Subject) -> tuple[list[Row], list[Row], str]:
+        """(documents, the rows that they are made of, a note on the rows that are left out)."""
+        rows = self.rows(subject)
+        found = [(row, self.documents(subject.tokenizer, row)) for row in rows]
+        kept = [row for row, documents in found if documents is not None]
+        left_out = f"{len(rows) - len(kept)} of {len(rows)} rows are left out, whose text has other token ids"
+        if kept:
+            check_vocabulary(kept, vocabulary_size(subject.model), subject.data_dir)
+        return [d for _, documents in found for d in documents or ()], kept, left_out if len(kept) < len(rows) else ""
+
+
+LIKELIHOOD = """\
+output_type: multiple_choice
+doc_to_choice: responses
+doc_to_target: 0
+"""
+WEIGHTED = """\
+process_results: !function lightrlhf_scores.likelihood
+metric_list: [{metric: perplexity, aggregation: weighted_perplexity, higher_is_better: false}]
+"""
+GREEDY = """\
+output_type: generate_until
+doc_to_target: answer
+generation_kwargs: {do_sample: false, max_gen_toks: MAX_NEW_TOKENS, until: []}
+process_results: !function lightrlhf_scores.exact_match
+metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]
+"""
+ACCURACY = "metric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]\n"
+TASKS = {
+    "perplexity": Task(
+        lambda subject: subject.rows("finetune"),
+        demonstration_documents,
+        LIKELIHOOD + WEIGHTED,
+        lambda one, rows: perplexity(one.model, rows, one.tokenizer.pad_token_id, one.args.rollout_mini_batch_size),
+    ),
+    "pairs": Task(lambda subject: subject.rows("preference"), pair_documents, LIKELIHOOD + ACCURACY, pair_accuracy),
+    "answers": Task(rows_with_answer, answer_documents, GREEDY, exact_match),
+}
+RESULTS = {"perplexity": "perplexity", "pairs": "pair_accuracy", "answers": "exact_match"}
+
+
+# -------------------------------------------------------------------------------------------------------- harnesses
 def lm_eval(subject: Subject) -> Written:
     """Write a task for each stage that the split has, and what they should find.
 
     Raises: UsageError when the split has neither demonstrations, pairs nor answers whose ids a harness reads back.
     """
-    documents = {
-        "perplexity": demonstration_documents(subject),
-        "pairs": pair_documents(subject),
-        "answers": answer_documents(subject),
-    }
     results: dict[str, float] = {}
     files, notes, tasks = [], [], []
-    for task, (rows, kept, of) in documents.items():
-        if of and len(kept) < of:
-            notes.append(f"{task}: {of - len(kept)} of {of} rows are left out, whose text has other token ids")
+    for name, task in TASKS.items():
+        documents, kept, note = task.select(subject)
+        notes += [f"{name}: {note}"] if note else []
         if not kept:
             continue
-        data = subject.folder / f"{task}.jsonl"
-        write_jsonl(data, rows)
-        scoring = LM_EVAL_SCORING[task].replace("{max_new_tokens}", str(subject.args.max_new_tokens))
-        text = LM_EVAL_TASK.format(task=task, file=json.dumps(str(data.resolve())), scoring=scoring)
-        write_text(data.with_name(f"lightrlhf_{task}.yaml"), text)
-        files += [data.with_name(f"lightrlhf_{task}.yaml"), data]
-        tasks.append(f"lightrlhf_{task}")
-        results |= RESULTS[task](subject, kept)
+        data, settings = subject.folder / f"{name}.jsonl", subject.folder / f"lightrlhf_{name}.yaml"
+        write_jsonl(data, documents)
+        scoring = task.scoring.replace("MAX_NEW_TOKENS", str(subject.args.max_new_tokens))
+        write_text(settings, LM_EVAL_TASK.format(task=name, file=json.dumps(str(data.resolve())), scoring=scoring))
+        files += [settings, data]
+        tasks.append(f"lightrlhf_{name}")
+        results[RESULTS[name]] = task.measure(subject, kept)
     if not tasks:
         raise UsageError(
-            f"--harness lm_eval: {subject.data_dir} has no demonstrations, pairs or answers in its {subject.split} "
-            "split whose text has the same token ids" + "".join(f"; {note}" for note in notes)
+            f"--harness lm_eval: {subject.data_dir} has no demonstrations, pairs or answers in its "
+            f"{subject.args.split} split whose text has the same token ids" + "".join(f"; {note}" for note in notes)
         )
     files.append(subject.folder / "lightrlhf_scores.py")
     write_text(files[-1], LM_EVAL_SCORES)
     model = ",".join(f"{key}={value}" for key, value in {**weights(subject), "dtype": "float32"}.items())
     words = ["lm_eval", "run", "--model", "hf", "--model_args", f"{model},add_bos_token=False"]
     words += ["--include_path", str(subject.folder), "--tasks", ",".join(tasks)]
-    words += ["--batch_size", str(subject.batch_size), "--device", device_of(subject)]
+    words += ["--batch_size", str(subject.args.rollout_mini_batch_size), "--device", device_of(subject.model).type]
     words += ["--output_path", str(subject.folder / "results")]
     return Written(files, shlex.join(words), results, "; ".join(notes))
 
@@ -189,109 +258,25 @@ def inspect(subject: Subject) -> Written:
             f"--harness inspect: {subject.name} holds an adapter, which inspect-ai does not load; "
             f"merge it first: python -m lightrlhf.export {subject.name} --to merged"
         )
-    rows, kept, of = answer_documents(subject)
+    documents, kept, note = TASKS["answers"].select(subject)
     if not kept:
         raise UsageError(
-            f"--harness inspect: {subject.data_dir} has no prompts with {', '.join(ANSWERS)} in its {subject.split} "
-            "split; prepare it with such a column, or run a task of inspect-ai on the checkpoint"
+            f"--harness inspect: {subject.data_dir} has no prompts with {', '.join(ANSWERS)} in its "
+            f"{subject.args.split} split; prepare it with such a column, or run a task of inspect-ai on the checkpoint"
         )
     files = [subject.folder / "answers.jsonl", subject.folder / "lightrlhf_answers.py", subject.folder / "model.json"]
-    write_jsonl(files[0], rows)
+    write_jsonl(files[0], documents)
     write_text(files[1], INSPECT_TASK.replace("{max_new_tokens}", str(subject.args.max_new_tokens)))
     write_text(files[2], json.dumps(INSPECT_MODEL, indent=1))
     words = ["inspect", "eval", files[1].name, "--model", f"hf/{subject.label}", "--model-config", files[2].name]
     words += ["-M", f"model_path={found['pretrained']}"]
-    words += [
-        "-M",
-        f"tokenizer_path={found.get('tokenizer', found['pretrained'])}",
-        "-M",
-        f"device={device_of(subject)}",
-    ]
-    words += ["--max-connections", str(subject.batch_size), "--log-dir", "logs"]
+    words += ["-M", f"tokenizer_path={found.get('tokenizer', found['pretrained'])}"]
+    words += ["-M", f"device={device_of(subject.model).type}", "--log-dir", "logs"]
+    words += ["--max-connections", str(subject.args.rollout_mini_batch_size)]
     command = f"cd {shlex.quote(str(subject.folder))} && {shlex.join(words)}"  # it takes no absolute path of a task
-    note = f"{of - len(kept)} of {of} prompts are left out, whose text has other token ids" if len(kept) < of else ""
-    return Written(files, command, exact_match(subject, kept), note)
+    return Written(files, command, {"exact_match": exact_match(subject, kept)}, note)
 
 
-# -------------------------------------------------------------------------------------------------------- documents
-Documents = tuple[list[Row], list[Row], int]  # documents of a task, the rows they are made of, and how many there were
-
-
-def demonstration_documents(subject: Subject) -> Documents:
-    """A document for each answer of a demonstration; a row is kept when all of its answers are."""
-    documents, kept, rows = [], [], subject.rows("finetune")
-    for row in rows:
-        ids = torch.as_tensor(row["input_ids"]).tolist()
-        spans = list(target_spans(row))
-        texts = [split_text(subject.tokenizer, ids[:end], start) for start, end in spans]
-        if None in texts:
-            continue
-        kept.append(row)
-        for (start, end), text in zip(spans, filter(None, texts)):
-            responses = [text.response, *([text.space] if text.space else [])]  # see LM_EVAL_SCORES
-            documents.append({"prompt": text.prompt, "responses": responses, "num_tokens": end - start})
-    return documents, kept, len(rows)
-
-
-def pair_documents(subject: Subject) -> Documents:
-    """A document for each preference pair, the chosen response first."""
-    documents, kept, rows = [], [], subject.rows("preference")
-    for row in rows:
-        sides = [torch.as_tensor(row[f"{side}_input_ids"]).tolist() for side in ("chosen", "rejected")]
-        chosen, rejected = (split_text(subject.tokenizer, ids, row["prompt_len"]) for ids in sides)
-        if chosen and rejected:
-            kept.append(row)
-            documents.append({"prompt": chosen.prompt, "responses": [chosen.response, rejected.response]})
-    return documents, kept, len(rows)
-
-
-def answer_documents(subject: Subject) -> Documents:
-    """A document for each prompt that has an answer."""
-    documents, kept = [], []
-    answered = [row for row in load_prompts(subject.data_dir, subject.split, subject.verify) if answer_of(row)]
-    answered = answered[: subject.num_samples]
-    for row in answered:
-        prompt = text_of(subject.tokenizer, torch.as_tensor(row["input_ids"]).tolist())
-        if prompt:
-            kept.append(row)
-            documents.append({"prompt": prompt, "answer": answer_of(row)})
-    return documents, kept, len(answered)
-
-
-def answer_of(row: Row) -> str:
-    """The right answer of a prompt, without white space at its ends; empty where there is none."""
-    answers = (row["columns"].get(name) for name in ANSWERS)
-    return next((str(one).strip() for one in answers if isinstance(one, str | int | float)), "")
-
-
-# ---------------------------------------------------------------------------------------------------------- results
-def perplexity_of(subject: Subject, rows: Sequence[Row]) -> dict[str, float]:
-    """Perplexity of demonstrations."""
-    check_vocabulary(list(rows), vocabulary_size(subject.model), subject.data_dir)
-    pad_id = subject.tokenizer.pad_token_id
-    return {"perplexity": perplexity(subject.model, list(rows), pad_id, subject.batch_size)}
-
-
-def pair_accuracy(subject: Subject, rows: Sequence[Row]) -> dict[str, float]:
-    """Share of pairs whose chosen response is the likelier one."""
-    check_vocabulary(list(rows), vocabulary_size(subject.model), subject.data_dir)
-    values = likelihoods(subject.model, list(rows), subject.tokenizer.pad_token_id, subject.batch_size)
-    return {"pair_accuracy": sum(chosen > rejected for chosen, rejected in values) / len(values)}
-
-
-def exact_match(subject: Subject, rows: Sequence[Row]) -> dict[str, float]:
-    """Share of prompts whose greedy response is the answer, up to white space at its ends."""
-    greedy = dataclasses.replace(subject.args, do_sample=False)
-    policy = subject.model
-    rollout = respond(greedy, policy, policy, list(rows), subject.tokenizer, subject.seed, subject.batch_size)
-    responses = [decode(subject.tokenizer, ids).strip() for ids in rollout.response_ids()]
-    return {"exact_match": sum(r == answer_of(row) for r, row in zip(responses, rows)) / len(responses)}
-
-
-RESULTS = {"perplexity": perplexity_of, "pairs": pair_accuracy, "answers": exact_match}
-
-
-# ------------------------------------------------------------------------------------------------------------ model
 def weights(subject: Subject) -> dict[str, str]:
     """Where a harness finds the model: `pretrained`, `peft` for an adapter, and the data's `tokenizer`."""
     found = {"pretrained": subject.source}
@@ -299,8 +284,3 @@ def weights(subject: Subject) -> dict[str, str]:
         found = {"pretrained": str(base_name(subject.source, "--model_name")), "peft": subject.source}
     tokenizer = Path(subject.data_dir, "tokenizer")
     return found | ({"tokenizer": str(tokenizer.resolve())} if tokenizer.is_dir() else {})
-
-
-def device_of(subject: Subject) -> str:
-    """Type of the device that the model is on."""
-    return str(next(subject.model.parameters()).device.type)
