@@ -21,7 +21,7 @@ BUDGET = {
     "data": 21,
     "demo": 29,
     "envs": 15,
-    "evaluation": 6,
+    "evaluation": 0,
     "generation": 19,
     "gguf": 12,
     "maths": 5,

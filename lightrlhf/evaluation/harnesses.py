@@ -2,7 +2,7 @@
 
 Nothing is downloaded: the questions of a benchmark are a file that the user has.
 
-Left out: running a harness, which has an environment of its own.
+Left out: running a harness, which needs another environment.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from lightrlhf.storage.jsonl import read_jsonl
 from lightrlhf.storage.run_dir import is_experiment_dir, short_name
 from lightrlhf.storage.writing import make_folder, writing
 
-Column = tuple[Callable[[Any], bool], str]  # what a value must be, and the words for it
+Column = tuple[Callable[[Any], bool], str]  # the check of a value, and the words for it
 TEXT: Column = (lambda value: isinstance(value, str) and bool(value)), "a text"
 TEXTS: Column = (lambda value: isinstance(value, list) and bool(value) and all(map(TEXT[0], value))), "a list of texts"
 NUMBER_OR_TEXT: Column = (lambda value: isinstance(value, str | int)), "a number or a text"

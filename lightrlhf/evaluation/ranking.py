@@ -83,8 +83,8 @@ def is_ties(row: Row) -> bool:
 def rank(rows: Sequence[Row], scorer: GroupScorer, seed: int) -> tuple[dict[str, Any], list[Row]]:
     """Scores of a scorer overall and by subset with 95% intervals, and a record per prompt; seed: of the bootstrap.
 
-    The overall score is the mean over the subsets, as on the benchmark's leaderboard; there is none where a subset has
-    no prompt with all of its scores.
+    The overall score is the mean over the subsets, as on the benchmark's leaderboard, and is left out when a subset
+    has no prompt with all of its scores.
     """
     scored = scorer([samples_of(row) for row in rows])
     records = [record_of(row, scores) for row, scores in zip(rows, scored)]

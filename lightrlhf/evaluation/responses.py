@@ -62,7 +62,7 @@ def read_records(path: str, num_rows: int | None = None) -> tuple[list[Record], 
     """Records of the rows of a file of responses, and a sample of each; the sample of a missing response is None.
 
     A row has a `prompt` and a list `responses`, or one `response`; `rewards` or `reward` are kept. Rows with the same
-    `index` and prompt are of one prompt, any other row is a prompt of its own.
+    `index` and prompt are of one prompt, any other row is another prompt.
     Raises: UsageError naming file, row and column.
     """
     records: list[Record] = []

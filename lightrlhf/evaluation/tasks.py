@@ -144,7 +144,7 @@ def rows_with_answer(subject: Subject) -> list[Row]:
 
 
 def answer_of(row: Row) -> str:
-    """The right answer of a prompt, without white space at its ends; empty where there is none."""
+    """The right answer of a prompt, without white space at its ends; empty without one."""
     answers = (row["columns"].get(name) for name in ANSWERS)
     return next((str(one).strip() for one in answers if isinstance(one, str | int | float)), "")
 
@@ -164,7 +164,7 @@ def exact_match(subject: Subject, rows: list[Row]) -> float:
 
 
 class Task(NamedTuple):
-    """A task of lm-eval, and what it should find."""
+    """A task of lm-eval, and the figure it should find."""
 
     rows: Callable[[Subject], list[Row]]
     documents: Callable[[PreTrainedTokenizerBase, Row], list[Row] | None]  # of a row; None leaves it out
@@ -214,7 +214,7 @@ RESULTS = {"perplexity": "perplexity", "pairs": "pair_accuracy", "answers": "exa
 
 # -------------------------------------------------------------------------------------------------------- harnesses
 def lm_eval(subject: Subject) -> Written:
-    """Write a task for each stage that the split has, and what they should find.
+    """Write a task for each stage of the split, and compute the figures they should find.
 
     Raises: UsageError when the split has neither demonstrations, pairs nor answers whose ids a harness reads back.
     """
@@ -248,7 +248,7 @@ def lm_eval(subject: Subject) -> Written:
 
 
 def inspect(subject: Subject) -> Written:
-    """Write a task of greedy responses with exact match, and what it should find.
+    """Write a task of greedy responses with exact match, and compute the share it should find.
 
     Raises: UsageError when no prompt of the split has an answer, or for an adapter, which inspect-ai does not load.
     """
