@@ -36,6 +36,7 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if "browser" in item.fixturenames:
             item.add_marker(pytest.mark.browser)
+            item.add_marker(pytest.mark.slow)
         if "case" in item.fixturenames:
             item.add_marker(pytest.mark.attack)
 

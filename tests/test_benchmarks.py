@@ -252,6 +252,7 @@ def test_memory_and_tokens_of_both_sides_stand_in_the_table():
     assert tables.verdict(more) == "memory ≤ 0.7: missed"
 
 
+@pytest.mark.slow
 def test_every_case_can_be_made(tmp_path):
     builders = {
         suite: all_cases(Bench(tmp_path, suite, quick=True), "no such instructions") for suite in ("cpu", "gpu")
@@ -430,6 +431,7 @@ def test_ceilings_are_measured():
 
 
 # ------------------------------------------------------------------------------------------------------- profile
+@pytest.mark.slow
 @pytest.mark.parametrize("program", TRAINED)
 def test_profile_is_written(program, cafe_data, talk_data, tokenizer, tmp_path, monkeypatch):
     monkeypatch.setattr(roofline, "MATRIX_SIZES", ((256, 256, 256),))  # larger ones take seconds without AVX-512

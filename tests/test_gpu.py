@@ -32,6 +32,7 @@ def test_a_dry_run_goes_through_every_row(tmp_path):
     assert len(rows) == 73 and (tmp_path / "gpu.json").stat().st_size < 30_000
 
 
+@pytest.mark.slow
 def test_rows_that_are_known_are_kept_and_failed_ones_run_again(tmp_path):
     file = tmp_path / "gpu.json"
     first = gpu(file, "--only", "noise")
@@ -45,6 +46,7 @@ def test_rows_that_are_known_are_kept_and_failed_ones_run_again(tmp_path):
     assert rows["noise"]["shown"] == "kept" and rows["packed passes"]["status"] == "passed", second.stdout
 
 
+@pytest.mark.slow
 def test_results_of_another_machine_and_unknown_rows_are_refused(tmp_path):
     file = tmp_path / "gpu.json"
     file.write_text(json.dumps({"device": "cuda", "size": "full", "machine": {}, "rows": {}}))

@@ -114,6 +114,7 @@ def test_products_stay_where_torch_has_no_such_operator(monkeypatch):
     assert not products._replaced
 
 
+@pytest.mark.slow
 def test_training_with_either_is_the_same_up_to_rounding(cafe_data, base_model, tmp_path, replaced, monkeypatch):
     monkeypatch.setattr(products, "mkl_is_slow", lambda: False)
     flags = ["--data_dir", str(cafe_data), "--model_name", str(base_model), "--max_steps", "2", *CPU]
@@ -141,6 +142,7 @@ print(peak() - before)
 """
 
 
+@pytest.mark.slow
 def test_products_of_many_shapes_keep_few_kernels():
     done = subprocess.run([sys.executable, "-c", GROWTH], capture_output=True, text=True, cwd=ROOT, check=True)
     assert float(done.stdout) < 100  # MiB; 540 with a thousand kernels

@@ -252,6 +252,7 @@ def test_the_base_model_that_ships_is_small():
     assert sum(path.stat().st_size for path in BASE_DIR.iterdir()) < 4 * 2**20
 
 
+@pytest.mark.slow
 def test_pretraining_writes_a_model_that_can_be_fine_tuned_on_data_of_its_tokenizer(tmp_path):
     base, data = str(tmp_path / "base"), str(tmp_path / "data")
     pretrain(["--destination_dir", base, "--num_steps", "2", "--batch_size", "4"])

@@ -426,6 +426,7 @@ def test_sheeprl_command_lines(tmp_path, tokenizer_dir):
     assert {path.name for path in folder.glob("*_train.pt")} == {"finetune_train.pt", "preference_train.pt"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("as_module", [True, False])
 def test_script_runs_as_module_and_as_path(tmp_path, tokenizer_dir, as_module):
     file = write_lines(tmp_path / "mine.jsonl", [{"prompt": f"p{n}", "completion": " answer"} for n in range(40)])

@@ -206,6 +206,7 @@ def test_tokens_of_whole_lines_make_prompts_short(taxi_data, tmp_path):
         assert list(decoded(taxi_data / name)) == list(decoded(tmp_path / name))
 
 
+@pytest.mark.slow
 def test_with_a_tokenizer_of_your_own_no_base_is_written(taxi_data, tokenizer, tmp_path):
     tokenizer.save_pretrained(tmp_path / "tokenizer")
     prepare_data.main(["--destination_dir", str(tmp_path), "--tokenizer_name", str(tmp_path / "tokenizer"), *SIZES])
@@ -214,6 +215,7 @@ def test_with_a_tokenizer_of_your_own_no_base_is_written(taxi_data, tokenizer, t
 
 
 # ----------------------------------------------------------------------------------------------------------- resuming
+@pytest.mark.slow
 def test_walks_resume_after_a_kill_and_grow_without_changing(tmp_path):
     args = taxi_args()
     complete = all_examples(args, tmp_path / "complete.jsonl")

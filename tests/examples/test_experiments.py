@@ -199,6 +199,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a process with the one that started it")
 def test_no_worker_outlives_an_experiment_that_is_killed(tmp_path):
     (tmp_path / "pool.py").write_text(POOL, encoding="utf-8")

@@ -57,6 +57,7 @@ def test_the_first_validation_prompts_are_answered_greedily_at_each_evaluation(p
         assert row["truncated"] == (len(row["response_ids"]) == LONGEST_ANSWER)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", STAGES)
 def test_training_is_bitwise_that_without_them(program, finished, runs, tmp_path):
     more = ["--eval_interval", 2, "--log_rollouts", 0]
@@ -66,6 +67,7 @@ def test_training_is_bitwise_that_without_them(program, finished, runs, tmp_path
     assert metrics(without) == metrics(finished(program))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", STAGES)
 def test_a_resumed_run_has_the_same_answers(program, finished, tmp_path):
     folder = shutil.copytree(finished(program), tmp_path / "run")
@@ -77,6 +79,7 @@ def test_a_resumed_run_has_the_same_answers(program, finished, tmp_path):
     assert weights(last_checkpoint(folder)) == weights(last_checkpoint(finished(program)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", ["ppo", "grpo"])
 def test_rl_programs_keep_answers_to_the_same_prompts_in_the_same_form(program, finished, runs, tmp_path):
     more = ["--eval_interval", 2, "--log_rollouts", 3]

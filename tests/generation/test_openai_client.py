@@ -178,6 +178,7 @@ def test_an_address_that_is_invalid_or_contains_a_password_is_refused(url):
 
 
 # ------------------------------------------------------------------------------------------------------ a real server
+@pytest.mark.slow
 def test_transformers_serve_answers(transformers_serve):
     url, model = transformers_serve
     wait_at_most(PATIENCE, PATIENCE)
@@ -191,6 +192,7 @@ def test_transformers_serve_answers(transformers_serve):
     assert all(reply.truncated for reply in replies)
 
 
+@pytest.mark.slow
 def test_generate_writes_what_transformers_serve_answers(transformers_serve, tmp_path):
     from lightrlhf.generate import main
     from lightrlhf.storage.jsonl import read_jsonl, write_jsonl

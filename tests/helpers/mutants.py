@@ -310,7 +310,7 @@ def _run_tests(tree: Path, tests: str, log: Path) -> None:
     sys.dont_write_bytecode = True
     for name in [name for name in sys.modules if name.split(".")[0] in ("lightrlhf", "datasets_prep", "helpers")]:
         del sys.modules[name]
-    options = ["-x", "-q", "-m", "not slow and not attack and not browser", "-p", "no:cacheprovider", "--tb=no"]
+    options = ["-x", "-q", "-m", "not thorough and not attack and not browser", "-p", "no:cacheprovider", "--tb=no"]
     options += ["-rfE", f"--basetemp={tree.parent / 'pytest'}"]
     status = pytest.main([*options, *(f"tests/{name}" for name in tests.split())])
     sys.stdout.flush()

@@ -178,6 +178,7 @@ def test_each_algorithm_on_a_held_base_is_the_one_on_a_rounded_base(
         assert rows[0]["objective/kl"] == pytest.approx(0, abs=1e-4)
 
 
+@pytest.mark.slow
 def test_a_run_on_a_held_base_is_resumed_to_the_bit_and_keeps_a_small_base(cafe_data, tmp_path):
     """Of `tiny`, whose base is stored with the run: in bfloat16, so that it is read back as it was held."""
     flags = ["--data_dir", str(cafe_data), "--log_dir", str(tmp_path), *LORA, "--model_name=tiny"]

@@ -313,6 +313,7 @@ def lora_flags(cafe_data, base_model, tmp_path_factory):
     return [*logs, "--finetune_mode", "lora", "--sft_experiment_dir", start, "--rm_experiment_dir", reward, *PPO]
 
 
+@pytest.mark.slow
 def test_ppo_on_one_backbone_is_ppo_of_four_models(lora_flags, base_model, tmp_path):
     """To the bit but for the reward model, whose adapter is merged when it is a model of its own."""
     from lightrlhf import ppo
@@ -339,6 +340,7 @@ def test_ppo_on_one_backbone_is_ppo_of_four_models(lora_flags, base_model, tmp_p
     assert weights(last_checkpoint(runs[0])) == weights(last_checkpoint(runs[1]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shares", ["True", "False"])
 def test_ppo_with_adapters_is_resumed_to_the_bit(shares, lora_flags, tmp_path):
     from lightrlhf import ppo
@@ -352,6 +354,7 @@ def test_ppo_with_adapters_is_resumed_to_the_bit(shares, lora_flags, tmp_path):
     assert weights(last_checkpoint(whole)) == expected and metrics(whole) == rows
 
 
+@pytest.mark.slow
 def test_a_run_of_adapters_on_a_built_model_keeps_its_base(cafe_data, tmp_path):
     from lightrlhf import ppo, sft
 

@@ -317,6 +317,7 @@ def rounds_differently(monkeypatch) -> None:
     monkeypatch.setattr(torch.linalg, "qr", other_qr)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", [["--use_dora", "True"], ["--init_lora_weights", "pissa"]])
 def test_a_run_is_resumed_to_the_bit(variant, flags, monkeypatch):
     from lightrlhf import sft
@@ -328,6 +329,7 @@ def test_a_run_is_resumed_to_the_bit(variant, flags, monkeypatch):
     resumed(sft, run)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", [["--use_dora", "True"], ["--init_lora_weights", "pissa"]])
 def test_a_stage_on_a_stage_is_resumed_to_the_bit(variant, flags, monkeypatch, capsys):
     from lightrlhf import dpo, sft
@@ -344,6 +346,7 @@ def test_a_stage_on_a_stage_is_resumed_to_the_bit(variant, flags, monkeypatch, c
     assert "computing log-probabilities again" not in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", ["ppo", "grpo"])
 @pytest.mark.parametrize("variant", PARTS)
 def test_a_run_against_a_reference_begins_at_it_and_is_resumed_to_the_bit(variant, program, flags, monkeypatch):
@@ -362,6 +365,7 @@ def test_a_run_against_a_reference_begins_at_it_and_is_resumed_to_the_bit(varian
     resumed(module, run)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", [["--use_dora", "True"], ["--init_lora_weights", "pissa"]])
 def test_a_variant_on_models_of_its_own_is_resumed_to_the_bit(variant, flags, monkeypatch):
     from lightrlhf import ppo

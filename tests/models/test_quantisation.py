@@ -147,6 +147,7 @@ def test_weights_that_were_saved_quantised_are_not_sharded(saved_in_four_bits, c
         check_stored_quantisation(saved_in_four_bits, "--model_name", args)
 
 
+@pytest.mark.slow
 def test_adapters_on_stored_quantised_weights_are_trained_and_used_unmerged(
     saved_in_four_bits, cafe_data, tmp_path, tokenizer
 ):
@@ -179,6 +180,7 @@ def test_a_reward_model_that_was_saved_quantised_scores(tmp_path, tokenizer):
     assert found.isfinite().all() and 0 < float((found - expected).abs().max()) < float(expected.abs().max())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bits", BITS)
 def test_ppo_on_quantised_weights_is_resumed_to_the_bit(bits, processor, cafe_data, base_model, tmp_path):
     from lightrlhf import ppo
@@ -194,6 +196,7 @@ def test_ppo_on_quantised_weights_is_resumed_to_the_bit(bits, processor, cafe_da
     assert weights(last_checkpoint(whole)) == expected and metrics(whole) == rows
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bits", BITS)
 def test_an_adapter_trained_on_quantised_weights_fits_the_full_ones(bits, processor, base_model, tmp_path, tokenizer):
     policy = load_policy(str(base_model), lora(**{bits: True}), tokenizer)
@@ -227,6 +230,7 @@ def test_a_reward_model_on_quantised_weights_keeps_its_head_and_needs_a_pad_toke
         separate_pad_token(reward, tokenizer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bits", BITS)
 def test_every_algorithm_runs_on_quantised_weights(bits, processor, cafe_data, base_model, tmp_path):
     from lightrlhf import dpo, ppo, rm, sft
@@ -248,6 +252,7 @@ def test_every_algorithm_runs_on_quantised_weights(bits, processor, cafe_data, b
     assert metrics(trained[0])[0]["policy/ratio"] == pytest.approx(1, abs=2e-3)  # rounded weights, after one update
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["Adam", "AdamW8bit", "PagedAdamW32bit"])
 def test_a_run_of_any_optimiser_is_resumed_to_the_bit(optimizer, cafe_data, base_model, tmp_path):
     from lightrlhf import sft

@@ -59,6 +59,7 @@ def call(folder: Path, *words: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_the_command_lists_the_new_program_and_shows_its_flags(followed):
     assert "reinforce" in call(followed, "-m", "lightrlhf")
     assert "--momentum" in call(followed, "-m", "lightrlhf", "reinforce", "--help")
@@ -70,6 +71,7 @@ def test_the_new_program_trains_and_passes_the_tests_of_all_programs(followed):
     call(followed, "-m", "pytest", "-q", "-p", "no:cacheprovider", *TESTS)
 
 
+@pytest.mark.slow
 def test_the_files_of_the_page_pass_the_linter(followed):
     call(followed, "-m", "ruff", "check", *FILES[:2])
     call(followed, "-m", "ruff", "format", "--check", *FILES[:2])

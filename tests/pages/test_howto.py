@@ -167,6 +167,7 @@ def title(page: Path) -> str:
 
 
 # --------------------------------------------------------------------------------------------------------- commands
+@pytest.mark.slow
 @pytest.mark.parametrize("page", [page for page in PAGES if page.name not in (DATA_PAGE, REAL_PAGE.name)], ids=title)
 def test_the_commands_of_a_page(page, furnished, entered):
     """Its first block where nothing was run before, the others beside earlier runs."""
@@ -267,6 +268,7 @@ def save_modules(text: str, folder: Path) -> None:
         (folder / named[1]).write_text(named[3])
 
 
+@pytest.mark.slow
 def test_the_python_of_runs_and_checkpoints(working_dir, capsys):
     text = (ROOT / "howto" / "runs_and_checkpoints.md").read_text(encoding="utf-8")
     snippets = [body for body, _ in blocks(text, "python")]
@@ -280,6 +282,7 @@ def test_the_python_of_runs_and_checkpoints(working_dir, capsys):
     assert abs(float(score)) < 100
 
 
+@pytest.mark.slow
 def test_the_program_of_the_page_on_python(working_dir, capsys):
     ((body, _),) = blocks((ROOT / "howto" / "python.md").read_text(encoding="utf-8"), "python")
     (working_dir / "snippet.py").write_text(body)
@@ -320,6 +323,7 @@ def test_the_example_scripts_call_our_programs_with_flags_they_know(tmp_path, mo
             parse_flags(words[2], words[3:], tmp_path)
 
 
+@pytest.mark.slow
 def test_resuming_a_finished_run_keeps_the_results_in_its_card(working_dir):
     sft = importlib.import_module("lightrlhf.sft")
     model = ["--model_name", "datasets_prep/cafe/base"]
@@ -331,6 +335,7 @@ def test_resuming_a_finished_run_keeps_the_results_in_its_card(working_dir):
 
 
 # ---------------------------------------------------------------------------------------------- metrics, flags, links
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", EXPLAINED)
 def test_every_logged_metric_is_explained_and_no_other(algorithm, furnished):
     name = args_class(f"lightrlhf.{algorithm}").experiment_name

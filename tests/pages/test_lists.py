@@ -25,6 +25,7 @@ def test_each_algorithm_has_a_page_and_trains():
     assert all((ROOT / "howto" / "algorithms" / f"{page}.md").is_file() for page in LISTS["pages"]())
 
 
+@pytest.mark.slow
 def test_an_editor_knows_the_types_of_what_the_library_exports(tmp_path):
     (tmp_path / "user.py").write_text(
         "from lightrlhf import PPOArgs, ppo\nreveal_type(PPOArgs)\nreveal_type(ppo.train)\n"

@@ -170,6 +170,7 @@ def test_a_model_with_code_of_its_own_gives_its_score_when_it_is_trusted(respons
     assert type(model).__name__ == "LlamaForRewardModelWithGating" and not hasattr(model, "score")
 
 
+@pytest.mark.slow
 def test_a_pair_model_is_trained_evaluated_and_holds_tournaments(tmp_path, cafe_data, sft_dir, logs, responses, capsys):
     from lightrlhf.evaluate import main as evaluate
     from lightrlhf.ppo import main as ppo
@@ -216,6 +217,7 @@ def test_a_response_that_no_server_gave_and_one_too_long_have_no_score(tmp_path,
     assert row["rewards"][:2] == [None, None] and isinstance(row["rewards"][2], float)
 
 
+@pytest.mark.slow
 def test_a_killed_run_resumes_scoring(responses, tmp_path, monkeypatch):
     monkeypatch.setattr("lightrlhf.annotate.CHUNK", 1)
     flags = ["--reward_function", "helpers.rewards:length"]
@@ -274,6 +276,7 @@ def test_pairs_are_written_as_prepared_data_is(responses, tmp_path, cafe_data, t
     assert json.loads((folder / "report.json").read_text())["counts"] == {"pairs": 2}
 
 
+@pytest.mark.slow
 def test_dpo_trains_on_the_pairs_with_a_loss_that_reads_their_margins(tmp_path, cafe_data, sft_dir, logs):
     from lightrlhf.dpo import main as dpo
     from lightrlhf.generate import main as generate

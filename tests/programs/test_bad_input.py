@@ -507,6 +507,7 @@ def save_fails_at(monkeypatch, step: int, problem: OSError) -> None:
     monkeypatch.setattr(torch, "save", save)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "problem", [OSError(errno.ENOSPC, "No space left on device"), PermissionError(13, "Permission denied")]
 )

@@ -129,6 +129,7 @@ def test_what_a_model_computes_is_close(found, case):
             case(f"{item}: {pair}", gap <= FURTHEST, f"weights {gap:.1e} of at most {FURTHEST:.0e} apart")
 
 
+@pytest.mark.slow
 @pytest.mark.attack
 def test_table(found):
     """Prints which settings agree, by letters: the same letter, the same bits; then the largest distance."""

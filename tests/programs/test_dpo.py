@@ -230,6 +230,7 @@ def test_the_metrics_of_pairs_and_a_tie_is_half_right(cafe_data):
     }
 
 
+@pytest.mark.slow
 def test_the_baseline_is_the_mean_of_both_sides_of_all_pairs_before(cafe_data, base_model, tmp_path, monkeypatch):
     found, seen, step = [], [], dpo.train_step
 
@@ -366,6 +367,7 @@ def test_validation_and_evaluation_measure_the_implicit_reward(dpo_dir, sft_dir,
     assert low < row["implicit_accuracy"] < high and abs(row["kl"]) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", [[], ["--ref_model"]])
 def test_the_reference_is_packed_as_the_policy_is(flags, cafe_data, base_model, tmp_path, monkeypatch):
     packs, score = [], reference.score_rows
@@ -400,6 +402,7 @@ def test_a_supervised_model_has_no_implicit_reward(sft_dir, tmp_path):
     assert "implicit_accuracy" not in row
 
 
+@pytest.mark.slow
 def test_another_reference_is_what_rewards_are_measured_from(cafe_data, sft_dir, base_model, tokenizer, tmp_path):
     flags = ["--data_dir", str(cafe_data), "--sft_experiment_dir", sft_dir, "--log_dir", str(tmp_path), *FEW]
     flags += ["--mini_batch_size", "60", "--micro_batch_size", "60", "--max_steps", "1", "--eval_interval", "0"]
@@ -413,6 +416,7 @@ def test_another_reference_is_what_rewards_are_measured_from(cafe_data, sft_dir,
     assert abs(row["rewards/chosen"]) > 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "flags", [["--loss_type", "aot_pair"], ["--loss_type", "kl", "--rapo", "ra"], ["--f_divergence", "js"]], ids=str
 )
@@ -422,6 +426,7 @@ def test_losses_that_need_more_run_from_the_command_line(flags, scored_data, bas
     assert all(math.isfinite(value) for row in metrics(folder) for value in row.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss_type", sorted(preference.REFERENCE_FREE))
 def test_a_loss_without_a_reference_computes_none(loss_type, cafe_data, sft_dir, tokenizer, tmp_path, monkeypatch):
     def fail(*_):
@@ -469,6 +474,7 @@ def test_another_divergence_changes_the_rewards_and_the_loss(cafe_data, pairs):
     assert torch.equal(dpo.pair_sums(arguments(cafe_data, beta=0.5), other)[0], (0.5 * other.chosen_ratio).sum())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["lora", "last_layer"])
 def test_a_checkpoint_is_a_plain_folder_and_every_mode_starts_at_the_reference(
     mode, cafe_data, sft_dir, tokenizer, tmp_path
@@ -517,6 +523,7 @@ def long_run(data, model) -> list[str]:
     return [*flags, "--mini_batch_size", "8", "--micro_batch_size", "4", "--lr_warmup_steps", "3", *CPU]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "more", [["--loss_type", "bco_pair"], ["--loss_type", "aot_pair", "--finetune_mode", "lora"]], ids=str
 )
@@ -540,6 +547,7 @@ def test_a_resumed_run_is_bitwise_as_one_that_never_stopped(more, cafe_data, noi
     assert everything not in scored, "the reference was computed again"
 
 
+@pytest.mark.slow
 def test_a_reference_that_is_no_longer_the_same_is_refused(cafe_data, base_model, tokenizer, tmp_path, capsys):
     folder = shutil.copytree(base_model, tmp_path / "model")
     flags = ["--data_dir", str(cafe_data), "--model_name", str(folder), "--log_dir", str(tmp_path / "logs"), *FEW]

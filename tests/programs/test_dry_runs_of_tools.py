@@ -59,6 +59,7 @@ def test_generate_answers_as_many_prompts_as_the_engine_has_slots(do, tmp_path, 
     assert "the first 5 of 5 prompts" in out and "temperature=0.5" in out
 
 
+@pytest.mark.slow
 def test_annotate_scores_a_batch_and_shows_the_pair(do, files, tmp_path, cafe_data):
     pairs = ["--choose_type", "max_min", "--output_dir", tmp_path / "pairs", "--data_dir", cafe_data]
     out = do("lightrlhf.annotate", "--responses_file", files[0], *VOWELS, *CPU, "--rollout_mini_batch_size", 16, *pairs)
@@ -67,6 +68,7 @@ def test_annotate_scores_a_batch_and_shows_the_pair(do, files, tmp_path, cafe_da
     assert "rewards 1: " in do("lightrlhf.annotate", "--responses_file", files[0], *VOWELS, *CPU)
 
 
+@pytest.mark.slow
 def test_judge_compares_a_batch(do, files, capsys):
     both = ["--responses_file", *files, "--judge", "helpers.rewards:vowels"]
     out = do("lightrlhf.judge", *both, "--rollout_mini_batch_size", 3)
@@ -90,6 +92,7 @@ def test_evaluate_takes_a_batch_and_shows_a_record(do, files, cafe_data, sft_dir
     assert "--dry_run True" in told and "--harness lm_eval" in told
 
 
+@pytest.mark.slow
 def test_evaluate_dialogues_and_environments(do, talk_data, sft_dir, tmp_path):
     guest = ["--user_function", "datasets_prep.cafe_talk.guest:guest", "--num_turns", 2, "--max_new_tokens", 4, *CPU]
     flags = ["--experiment_dir", sft_dir, "--data_dir", talk_data, *guest, "--rollout_mini_batch_size", 2]
@@ -100,6 +103,7 @@ def test_evaluate_dialogues_and_environments(do, talk_data, sft_dir, tmp_path):
     assert "story: " in out and "at most 1 of each level" in " ".join(out.split()) and "nothing was written" in out
 
 
+@pytest.mark.slow
 def test_prepared_data_of_an_environment_is_shown_and_its_walks_are_not_kept(do, tmp_path):
     flags = ["--env", "helpers.corridor:Corridor", "--destination_dir", tmp_path / "out", "--num_proc", 1]
     out = do("datasets_prep.text_envs.prepare_data", *flags)

@@ -115,6 +115,7 @@ def test_one_end_is_stored_as_a_number(base_model, tokenizer):
 
 
 # ---------------------------------------------------------------------------------------------------- after training
+@pytest.mark.slow
 def test_a_trained_model_keeps_every_end_and_stops_there(trained, ends, tmp_path):
     stored = json.loads((trained / "generation_config.json").read_text())
     assert stored["eos_token_id"] == ends
@@ -124,6 +125,7 @@ def test_a_trained_model_keeps_every_end_and_stops_there(trained, ends, tmp_path
     assert not any("<|" in row["responses"][0] for row in rows)
 
 
+@pytest.mark.slow
 def test_transformers_stops_at_the_same_places(trained, tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
@@ -136,6 +138,7 @@ def test_transformers_stops_at_the_same_places(trained, tmp_path):
         assert ids[prompt.shape[1] :].tolist() == row["response_ids"][0]
 
 
+@pytest.mark.slow
 def test_the_demo_stops_at_the_same_places(trained, tmp_path):
     model = load_model(str(trained), None, torch.device("cpu"), ModelArgs())
     for row in greedy_rows(tmp_path, trained)[:12]:
@@ -143,6 +146,7 @@ def test_the_demo_stops_at_the_same_places(trained, tmp_path):
         assert (answer.ids, answer.truncated) == (row["response_ids"][0], row["truncated"][0])
 
 
+@pytest.mark.slow
 def test_a_rollout_ends_there_and_trains_one_end_token_a_response(trained, ends):
     tokenizer = load_tokenizer(None, str(trained))
     policy = load_policy(str(trained), ModelArgs(), tokenizer).eval()

@@ -27,6 +27,7 @@ EVALUATED = {  # flags of an evaluation, which needs a validation split
 IN_PLACE = ("refuel", "reflect_rl")  # refuel evaluates where there is such a split, reflect_rl has no data
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", [one for one in (*TRAINED, "iterative_refuel") if one not in IN_PLACE])
 def test_a_run_without_a_validation_split_goes_on_as_the_error_says(program, runs, tmp_path, capsys):
     flags = runs.flags(program, tmp_path / "logs", *EVALUATED.get(program, ("--eval_interval", 1)), steps=1)
@@ -80,6 +81,7 @@ def test_a_wrong_folder_leads_to_the_right_one(cafe_data, sft_dir, base_model, t
     assert "prompt, chosen, rejected" in refused(capsys, main_of("dpo"), "--data_dir", pairs, *given)
 
 
+@pytest.mark.slow
 def test_ctrl_c_says_from_where_to_go_on(runs, tmp_path, capsys, monkeypatch):
     train_step, calls = sft.train_step, []
 

@@ -63,6 +63,7 @@ def test_ppo_trains_given_objects_and_records_them(tokenizer, tmp_path):
     assert folder.parent.name == "prompts" and folder.parent.parent.name == "given"
 
 
+@pytest.mark.slow
 def test_no_file_of_a_run_has_numbers_that_json_does_not_know(tokenizer, tmp_path, capsys):
     def endless(prompts, completions, **columns):
         return [math.inf if row % 2 else 1.0 for row in range(len(completions))]
@@ -108,6 +109,7 @@ def test_an_advantage_may_be_a_function_of_the_script(tokenizer, tmp_path, monke
     assert all(row["advantages"][0] == row["score"] / 2 for row in read_jsonl(folder / "rollouts.jsonl"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", [{}, {"finetune_mode": "lora"}], ids=["all", "lora"])
 def test_a_resumed_run_wants_the_objects_it_began_with(flags, tokenizer, tmp_path):
     objects = {"tokenizer": tokenizer, "prompts": PROMPTS, "reward": short}
@@ -139,6 +141,7 @@ def test_stop_training_ends_after_the_step_with_a_checkpoint(tokenizer, tmp_path
     assert last_checkpoint(folder).name == "checkpoint-000002"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by_parsing", [False, True])
 def test_on_step_returns_metrics_and_has_the_rollout_whose_texts_are_decoded_once(
     by_parsing, tokenizer, tmp_path, monkeypatch
@@ -164,6 +167,7 @@ def test_on_step_returns_metrics_and_has_the_rollout_whose_texts_are_decoded_onc
     assert len(decoded) == 2 * 2 * 4  # prompt and response, in two steps of four rows
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("returned", [3, ["a"], {"a": "b"}])
 def test_what_on_step_returns_besides_metrics_is_refused(returned, tokenizer, tmp_path):
     objects = {"tokenizer": tokenizer, "prompts": PROMPTS, "reward": short}
@@ -171,6 +175,7 @@ def test_what_on_step_returns_besides_metrics_is_refused(returned, tokenizer, tm
         ppo.train(ppo_args(tmp_path), policy=model_of(tokenizer), **objects, on_step=lambda step, row: returned)
 
 
+@pytest.mark.slow
 def test_a_mistake_of_on_step_comes_out_as_it_is(tokenizer, tmp_path):
     objects = {"tokenizer": tokenizer, "prompts": PROMPTS, "reward": short}
     with pytest.raises(ZeroDivisionError):
@@ -218,6 +223,7 @@ def test_mistakes_are_exceptions_and_not_exits(tokenizer, tmp_path):
     assert not list(Path(tmp_path).rglob("args.json"))
 
 
+@pytest.mark.slow
 def test_a_folder_and_a_given_model_train_alike(tokenizer, tmp_path):
     """The same weights by name and as an object."""
     folder = save_model("llama", tmp_path / "base", tokenizer)
@@ -236,6 +242,7 @@ def test_every_exported_name_is_there():
         lightrlhf.nothing  # noqa: B018
 
 
+@pytest.mark.slow
 def test_a_stop_at_an_evaluation_of_a_reward_model_is_saved(tokenizer, tmp_path):
     def stop(step, row):
         if "val/loss" in row:
@@ -247,6 +254,7 @@ def test_a_stop_at_an_evaluation_of_a_reward_model_is_saved(tokenizer, tmp_path)
     assert last_checkpoint(folder).name == "checkpoint-000002"
 
 
+@pytest.mark.slow
 def test_a_model_with_adapters_is_refused_and_frozen_weights_are_trained(tokenizer, tmp_path):
     from lightrlhf.cli.groups import ModelArgs
     from lightrlhf.models.given import as_policy, critic_from
@@ -265,6 +273,7 @@ def test_a_model_with_adapters_is_refused_and_frozen_weights_are_trained(tokeniz
     assert torch.equal(torch.get_rng_state(), state)
 
 
+@pytest.mark.slow
 def test_an_infinite_reward_is_clipped_and_trained_on(tokenizer, tmp_path):
     def reward(prompts, completions, **columns):
         return [-float("inf"), 1.0, 2.0, float("inf")][: len(prompts)]
@@ -368,6 +377,7 @@ def test_a_preference_row_of_messages_is_refused(column, tokenizer, tmp_path):
         dpo.train(DPOArgs(log_dir=str(tmp_path), **SMALL), policy=model_of(tokenizer), tokenizer=tokenizer, rows=rows)
 
 
+@pytest.mark.slow
 def test_a_given_tokenizer_without_pad_token_pads_with_its_end_token(tokenizer, tmp_path):
     model, tokenizer = model_of(tokenizer), copy.deepcopy(tokenizer)
     tokenizer.pad_token = None

@@ -60,6 +60,7 @@ def test_a_subset_is_seeded_and_in_the_order_of_the_data(tmp_path, flags, cafe_d
     assert subset(3, None, 0) == subset(3, 5, 0) == [0, 1, 2]
 
 
+@pytest.mark.slow
 def test_a_killed_run_resumes_to_the_same_file(tmp_path, flags):
     flags = [*flags, "--rollout_mini_batch_size", "2"]  # chunks of 8 prompts
     generated(tmp_path, flags)
@@ -76,6 +77,7 @@ def test_a_killed_run_resumes_to_the_same_file(tmp_path, flags):
         assert (tmp_path / "rows.jsonl").read_bytes() == whole, kept
 
 
+@pytest.mark.slow
 def test_shards_are_merged_by_the_last_one(tmp_path, flags, monkeypatch):
     rows = generated(tmp_path, flags)
     for rank in (2, 0, 1):

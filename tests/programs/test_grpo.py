@@ -341,18 +341,21 @@ def test_the_ratio_is_one_and_the_kl_zero_before_the_first_update(cafe_data, bas
     assert first["policy/clipfrac"] == 0 and first["policy/loss"] == pytest.approx(0, abs=1e-2)
 
 
+@pytest.mark.slow
 def test_what_is_scored_by_a_pass_in_bf16_agrees_with_a_pass(cafe_data, base_model, tmp_path):
     """Without a reference, too, whose place a pass of packed groups would take, which rounds differently."""
     more = ["--reward_function", "helpers.rewards:vowels", "--precision", "bf16-mixed", "--max_steps", "1"]
     assert metrics(main(flags(cafe_data, base_model, tmp_path, *more)))
 
 
+@pytest.mark.slow
 def test_without_a_kl_there_is_no_reference_and_no_kl_is_logged(cafe_data, base_model, tmp_path):
     logged = metrics(main(flags(cafe_data, base_model, tmp_path, "--reward_function", "helpers.rewards:vowels")))
     assert "objective/kl" not in logged[0]
     assert logged[0]["reward/vowels"] == pytest.approx(logged[0]["objective/score"])
 
 
+@pytest.mark.slow
 def test_equal_scores_change_nothing(cafe_data, base_model, tmp_path):
     logged = metrics(main(flags(cafe_data, base_model, tmp_path, "--reward_function", "helpers.rewards:constant")))
     assert [row["objective/zero_std_ratio"] for row in logged] == [1, 1]
@@ -360,12 +363,14 @@ def test_equal_scores_change_nothing(cafe_data, base_model, tmp_path):
     assert "policy/ratio" not in logged[0]  # a mean over nothing
 
 
+@pytest.mark.slow
 def test_groups_without_a_signal_are_replaced_at_most_so_often(cafe_data, base_model, tmp_path):
     more = ["--reward_function", "helpers.rewards:constant", "--resample_rounds", "3"]
     row = metrics(main(flags(cafe_data, base_model, tmp_path, *more)))[0]
     assert row["sampling/prompts"] == 4 * 4 and row["sampling/wasted_tokens"] > 0
 
 
+@pytest.mark.slow
 def test_a_loss_of_ones_own_by_import_path(cafe_data, base_model, tmp_path, capsys):
     scorer = ["--reward_function", "helpers.rewards:vowels"]
     own = metrics(
@@ -404,6 +409,7 @@ def test_a_loss_that_is_none_is_refused_before_the_model_is_loaded(name, fact):
         grpo_args(loss_type=f"helpers.rewards:{name}").load_loss()
 
 
+@pytest.mark.slow
 def test_an_advantage_of_ones_own_by_import_path(cafe_data, base_model, tmp_path):
     """Those in rollouts.jsonl are of the scores there: above the median positive, below it negative."""
     more = ["--reward_function", "helpers.rewards:vowels", "--advantage", "helpers.rewards:median_advantage"]

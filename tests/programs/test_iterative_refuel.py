@@ -166,6 +166,7 @@ def test_the_experiment_dir_is_all_the_next_stage_needs(finished, sft_dir, talk_
     assert (initial / "eval" / "test_by_turn.png").stat().st_size > 5_000
 
 
+@pytest.mark.slow
 def test_stage_by_stage_is_the_same_as_all_at_once(finished, flags, tmp_path, capsys):
     for stage in ("rank", "train"):
         with pytest.raises(SystemExit):
@@ -193,6 +194,7 @@ def test_stage_by_stage_is_the_same_as_all_at_once(finished, flags, tmp_path, ca
     assert "2 of 3 iterations done, left: rank, tokenize and train of iteration 3;" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_an_interrupted_stage_is_not_the_input_of_the_next(finished, tmp_path, capsys):
     run = shutil.copytree(finished, tmp_path / "run", symlinks=True)
     stored = json.loads((run / "args.json").read_text())
@@ -231,6 +233,7 @@ def test_a_stage_reads_only_the_dialogues_it_needs(flags, talk_data, tmp_path, m
         assert read == splits
 
 
+@pytest.mark.slow
 def test_the_last_policy_of_a_finished_run_is_uploaded(finished, tmp_path, monkeypatch, capsys):
     sent = []
     monkeypatch.setattr(iterated, "upload", lambda *given: sent.append(given))
@@ -257,6 +260,7 @@ def assert_same_run(run: Path, other: Path) -> None:
     assert (run / "results.json").read_bytes() == (other / "results.json").read_bytes()
 
 
+@pytest.mark.slow
 def test_killed_while_it_trains_it_ends_the_same(finished, flags, tmp_path):
     run = tmp_path / "run"
     flags = [*flags, "--output_dir", str(run), "--save_interval", "1"]
@@ -280,6 +284,7 @@ def test_two_ranks_do_what_one_does(flags, tmp_path):
     assert all(torch.allclose(one[name], two[name], atol=1e-5) for name in one)
 
 
+@pytest.mark.slow
 def test_a_policy_that_came_to_say_the_same_each_time_ends_the_run(finished, flags, tmp_path, capsys, monkeypatch):
     def alike_later(args, row, scores):
         return "the same reply twice" if row["index"] >= 10 else make_pair(args, row, scores)
@@ -297,6 +302,7 @@ def test_a_policy_that_came_to_say_the_same_each_time_ends_the_run(finished, fla
         main([*flags, "--output_dir", str(tmp_path / "other")])
 
 
+@pytest.mark.slow
 def test_a_half_written_line_is_written_again(finished, tmp_path):
     run = shutil.copytree(finished, tmp_path / "run", symlinks=True)
     for name in ("dialogues.jsonl", "rewards.jsonl"):
@@ -313,6 +319,7 @@ def test_a_half_written_line_is_written_again(finished, tmp_path):
     assert_same_run(run, finished)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prefix", ["dataset", "policy"])
 def test_the_baselines_are_two_flags(flags, talk_data, tmp_path, prefix):
     """Last turn only: both sides end with the turn that learns; from the data's dialogue, its tokens come before."""
@@ -332,6 +339,7 @@ def test_no_valid_reward_is_one_line(flags, tmp_path, capsys):
     assert stop.value.code == 2 and "10 without a valid reward" in error
 
 
+@pytest.mark.slow
 def test_given_objects_do_what_flags_do_and_are_required_to_resume(finished, flags, talk_data, tmp_path):
     given = {name[2:]: value for name, value in zip(flags[::2], flags[1::2])}
     words = [w for n, v in given.items() if n not in ("user_function", "reward_function") for w in (f"--{n}", v)]

@@ -130,6 +130,7 @@ def test_malformed_replies_are_asked_again_then_counted(files, server, tmp_path,
     assert sorted(n for p, _, _, n in server.asked if p == "p1") == [1, 1, 3]  # both orders, one with a reminder
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_resumes(files, server, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
     flags = remote(server, tmp_path)
@@ -244,6 +245,7 @@ sys.exit(os.waitstatus_to_exitcode(pty.spawn(sys.argv[1:])))
 """
 
 
+@pytest.mark.slow
 def test_a_person_judges_at_a_terminal(files, tmp_path):
     """Key by key at a pseudo-terminal; Ctrl-C, which a terminal turns into an interrupt, loses nothing.
 

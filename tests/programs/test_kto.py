@@ -147,6 +147,7 @@ SIDES = {"chosen": True, "rejected": False}
 FEW = ["--lr_warmup_steps", "0", "--log_interval", "1", *CPU]
 
 
+@pytest.mark.slow
 def test_training_separates_good_from_bad(data, sft_dir, tmp_path):
     flags = ["--data_dir", str(data), "--sft_experiment_dir", sft_dir, "--log_dir", str(tmp_path), *FEW]
     flags += ["--epochs", "3", "--mini_batch_size", "20", "--micro_batch_size", "20", "--learning_rate", "3e-3"]
@@ -161,6 +162,7 @@ def test_training_separates_good_from_bad(data, sft_dir, tmp_path):
         assert {"val/loss", "val/rewards/margins", "val/rewards/reference_point"} <= validation.keys()
 
 
+@pytest.mark.slow
 def test_validation_measures_all_rows_with_one_reference_point(data, base_model, tokenizer, tmp_path):
     flags = ["--data_dir", str(data), "--model_name", str(base_model), "--log_dir", str(tmp_path), *FEW]
     folder = main([*flags, "--loss_type", "kto", "--max_steps", "2", "--learning_rate", "1e-2", "--beta", "0.5"])
@@ -181,6 +183,7 @@ def test_validation_measures_all_rows_with_one_reference_point(data, base_model,
     assert last["val/loss"] == pytest.approx(loss, abs=1e-3)
 
 
+@pytest.mark.slow
 def test_the_reference_scores_each_step_s_mismatches_before_training(
     data, base_model, tokenizer, tmp_path, monkeypatch
 ):
@@ -203,6 +206,7 @@ def test_the_reference_scores_each_step_s_mismatches_before_training(
     assert [row["mismatch"]["ref_logps"] for row in trained] == pytest.approx(expected, abs=1e-3)
 
 
+@pytest.mark.slow
 def test_a_dry_run_scores_the_mismatches_of_its_steps_alone(data, base_model, tmp_path, monkeypatch, capsys):
     scored: list[int] = []
     score = kto.score_rows
@@ -222,6 +226,7 @@ def long_run(data, model) -> list[str]:
     return [*flags, *CPU]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss_type", LOSSES)
 def test_a_resumed_run_is_bitwise_as_one_that_never_stopped(loss_type, data, noisy_model, tmp_path, capsys):
     flags = [*long_run(data, noisy_model), "--loss_type", loss_type, "--max_steps", "6", "--save_interval", "2"]
@@ -236,6 +241,7 @@ def test_a_resumed_run_is_bitwise_as_one_that_never_stopped(loss_type, data, noi
     assert "log-probabilities again" not in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_resumed_run_with_more_steps_scores_their_mismatches_too(data, base_model, tmp_path):
     flags = ["--data_dir", str(data), "--model_name", str(base_model), "--log_dir", str(tmp_path), *FEW]
     flags += ["--lr_scheduler_type", "constant", "--loss_type", "kto", "--mini_batch_size", "16"]

@@ -122,6 +122,7 @@ def test_two_ranks_do_what_one_does(finished, flags, tmp_path):
     assert all(torch.allclose(one[name], other[name], atol=1e-5) for name in one)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", ["model.safetensors", "resume.pt", "manifest.json"])
 def test_a_damaged_policy_of_the_last_iteration_is_trained_again(damage, flags, finished, tmp_path, capsys):
     run = Path(main([*flags, "--log_dir", str(tmp_path)]))
@@ -141,6 +142,7 @@ def test_a_finished_run_is_not_done_again(finished):
     assert before == {name: (finished / name).stat().st_mtime_ns for name in listing(finished) if "iteration" in name}
 
 
+@pytest.mark.slow
 def test_stop_strings_and_end_tokens_reach_the_responses_and_stay_in_the_pairs(flags, tmp_path, tokenizer):
     ends = ["--eos_ids", "20", "30", "--stop_strings", "e", "a"]
     run = Path(main([*flags, "--log_dir", str(tmp_path), "--iterations", "1", *ends]))
@@ -157,6 +159,7 @@ def test_stop_strings_and_end_tokens_reach_the_responses_and_stay_in_the_pairs(f
         assert {tuple(pair[f"{side}_input_ids"].tolist()) for side in ("chosen", "rejected")} <= sampled
 
 
+@pytest.mark.slow
 def test_a_loss_without_a_reference_gets_none_and_labelled_responses_are_refused(flags, tmp_path, capsys):
     run = Path(main([*flags, "--log_dir", str(tmp_path), "--iterations", "1", "--loss_type", "cpo"]))
     stored = json.loads((run / "iteration-01/policy/args.json").read_text())
@@ -167,6 +170,7 @@ def test_a_loss_without_a_reference_gets_none_and_labelled_responses_are_refused
         assert f"--loss_type {loss_type}" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_offline_is_the_same_loop_with_the_initial_policy_responding(flags, tmp_path, sft_dir):
     run = Path(main([*flags, "--log_dir", str(tmp_path), "--responder", "initial", "--reference", "moving"]))
     told = json.loads((run / "iteration-02/responses.args.json").read_text())
@@ -176,6 +180,7 @@ def test_offline_is_the_same_loop_with_the_initial_policy_responding(flags, tmp_
     assert stored["sft_experiment_dir"] == str(last_checkpoint(run / "iteration-01" / "policy"))
 
 
+@pytest.mark.slow
 def test_raft_learns_the_best_response_of_each_prompt(flags, tmp_path):
     run = Path(main([*flags, "--log_dir", str(tmp_path), "--training_step", "raft", "--iterations", "1"]))
     rows = load_split(run / "iteration-01" / "pairs", "finetune", "train")
@@ -188,6 +193,7 @@ def test_raft_learns_the_best_response_of_each_prompt(flags, tmp_path):
     assert json.loads((run / "iteration-01/policy/args.json").read_text())["program"] == "sft"
 
 
+@pytest.mark.slow
 def test_raft_leaves_out_prompts_without_a_best_response_and_counts_them(flags, tmp_path):
     flags[flags.index("helpers.rewards:vowels")] = "helpers.rewards:many_vowels"  # 1 or 0
     run = Path(main([*flags, "--log_dir", str(tmp_path), "--training_step", "raft", "--iterations", "1"]))
@@ -200,6 +206,7 @@ def test_raft_leaves_out_prompts_without_a_best_response_and_counts_them(flags, 
     assert counts == {"demonstrations": len(unequal), "equal scores": len(lines) - len(unequal)}
 
 
+@pytest.mark.slow
 def test_a_model_that_compares_scores_it_and_adapters_learn_from_it(flags, tmp_path, cafe_data, sft_dir):
     from lightrlhf.rm import main as rm
 
@@ -244,6 +251,7 @@ def test_a_refused_run_leaves_no_experiment_dir(flags, tmp_path, sft_dir, capsys
     assert not list(tmp_path.rglob("args.json"))
 
 
+@pytest.mark.slow
 def test_on_step_adds_metrics_and_a_stopped_run_says_what_is_left(flags, tmp_path, capsys):
     args = parse(OnlineDPOArgs, [*flags, "--log_dir", str(tmp_path), "--iterations", "3"])
 
@@ -265,6 +273,7 @@ def test_a_run_with_other_flags_is_not_resumed(finished, capsys):
     assert "beta was 0.1 there" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_given_objects_do_what_flags_do_and_are_required_to_resume(finished, flags, cafe_data, tmp_path):
     given = dict(zip(flags[::2], flags[1::2])) | {"--log_dir": str(tmp_path)}
     del given["--reward_function"]
@@ -285,6 +294,7 @@ def test_given_objects_do_what_flags_do_and_are_required_to_resume(finished, fla
         online_dpo.train(dataclasses.replace(args, resume_from=str(run)), prompts=prompts, reward=max)
 
 
+@pytest.mark.slow
 def test_a_failure_of_a_rank_ends_the_program_with_its_line_and_status(flags, tmp_path):
     given = dict(zip(flags[::2], flags[1::2])) | {"--devices": "2", "--mini_batch_size": "2", "--micro_batch_size": "2"}
     given |= {"--iterations": "1", "--log_dir": str(tmp_path), "--learning_rate": "1e30", "--epochs": "3"}

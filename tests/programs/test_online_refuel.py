@@ -28,6 +28,7 @@ def flags(talk_data, sft_dir, tmp_path):
     return ["--data_dir", str(talk_data), "--sft_experiment_dir", sft_dir, *ONLINE, *CPU, "--log_dir", str(tmp_path)]
 
 
+@pytest.mark.slow
 def test_it_starts_at_the_initial_policy_and_resumes_bitwise(flags):
     run = Path(main([*flags, "--ppo_epochs", "2"]))
     rows = metrics(run)
@@ -42,6 +43,7 @@ def test_it_starts_at_the_initial_policy_and_resumes_bitwise(flags):
     assert [row for row in metrics(run) if "val/score" not in row] == [r for r in rows if "val/score" not in r]
 
 
+@pytest.mark.slow
 def test_given_objects_do_what_flags_do(flags, talk_data, tmp_path):
     from helpers.rewards import vowels
 
@@ -128,6 +130,7 @@ def test_a_pair_without_two_scores_has_no_reward_and_is_not_whitened(talk_data, 
     assert row["objective/score"] == pytest.approx(float(kept.mean()))
 
 
+@pytest.mark.slow
 def test_mini_batches_divide_the_pairs_of_a_rollout(flags, sft_dir):
     """At a small rate two steps, on half of the pairs each, are one of twice the rate on all.
 

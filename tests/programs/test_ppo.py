@@ -301,6 +301,7 @@ VALUE = ["value/loss", "value/grad_norm", "value/explained_variance"]
 COMPLETIONS = ["completions/mean_length", "completions/truncated_ratio", "completions/eos_ratio"]
 
 
+@pytest.mark.slow
 def test_several_rewards_are_weighted_logged_and_resumed(cafe_data, base_model, rm_dir, tmp_path, light_functions):
     flags = ["--data_dir", str(cafe_data), "--model_name", str(base_model), *SMALL, *CPU, "--max_steps", "2"]
     flags += [
@@ -325,6 +326,7 @@ def test_several_rewards_are_weighted_logged_and_resumed(cafe_data, base_model, 
     assert [row["step"] for row in metrics(resumed)] == [1, 2, 3]
 
 
+@pytest.mark.slow
 def test_max_kl_ends_the_passes_over_a_rollout_and_keeps_the_schedule(cafe_data, base_model, tmp_path):
     flags = ["--data_dir", str(cafe_data), "--model_name", str(base_model), "--log_dir", str(tmp_path), *SMALL, *CPU]
     flags += ["--reward_function", "helpers.rewards:length", "--actor_learning_rate", "1e-2", "--ppo_epochs", "5"]
@@ -369,6 +371,7 @@ def test_an_experiment_dir_holds_exactly_what_is_promised(cafe_data, sft_dir, rm
     assert config["min_p"] == 0.01 and config["eos_token_id"][1:] == [7, 9] and config["stop_strings"] == ["a b"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "flags",
     [
@@ -391,6 +394,7 @@ def test_before_the_first_update_the_ratio_is_one_and_the_kl_is_zero(flags, cafe
     assert second["objective/kl"] != first["objective/kl"]
 
 
+@pytest.mark.slow
 def test_actor_critic_reference_and_reward_model_compute_packed_texts(
     cafe_data, base_model, rm_dir, tmp_path, monkeypatch
 ):
@@ -414,6 +418,7 @@ def test_actor_critic_reference_and_reward_model_compute_packed_texts(
     assert kinds == expected
 
 
+@pytest.mark.slow
 def test_the_reference_is_the_sft_model_with_its_adapter(cafe_data, base_model, tmp_path):
     from lightrlhf.sft import main as sft
 
@@ -426,6 +431,7 @@ def test_the_reference_is_the_sft_model_with_its_adapter(cafe_data, base_model, 
     assert first["policy/ratio"] == pytest.approx(1, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_several_epochs_and_minibatches_take_that_many_updates(cafe_data, base_model, tmp_path):
     flags = ["--data_dir", str(cafe_data), "--model_name", str(base_model), "--log_dir", str(tmp_path)]
     flags += ["--reward_function", "helpers.rewards:length", *SMALL, "--mini_batch_size", "4", "--ppo_epochs", "3"]
@@ -436,6 +442,7 @@ def test_several_epochs_and_minibatches_take_that_many_updates(cafe_data, base_m
         assert steps == {2 * 3 * 2}
 
 
+@pytest.mark.slow
 def test_a_reward_for_length_makes_answers_longer(cafe_data, base_model, tmp_path):
     flags = ["--data_dir", str(cafe_data), "--model_name", str(base_model), "--log_dir", str(tmp_path), *SMALL]
     flags += ["--reward_function", "helpers.rewards:length", "--max_steps", "12", "--eval_interval", "0"]
@@ -459,6 +466,7 @@ def test_the_critic_starts_from_the_reward_model_or_the_policy(cafe_data, sft_di
     assert not torch.equal(from_policy.model.score.weight, reward.model.score.weight)
 
 
+@pytest.mark.slow
 def test_the_trained_policy_is_the_saved_one(cafe_data, base_model, tmp_path):
     from transformers import AutoModelForCausalLM
 
@@ -470,6 +478,7 @@ def test_the_trained_policy_is_the_saved_one(cafe_data, base_model, tmp_path):
     assert all(torch.equal(value, saved[name.removeprefix("model.")]) for name, value in state.items())
 
 
+@pytest.mark.slow
 def test_a_function_that_gives_only_nan_changes_no_weight(cafe_data, base_model, tmp_path):
     flags = ["--data_dir", str(cafe_data), "--model_name", str(base_model), "--log_dir", str(tmp_path), *SMALL]
     flags += ["--eval_interval", "0"]
@@ -477,6 +486,7 @@ def test_a_function_that_gives_only_nan_changes_no_weight(cafe_data, base_model,
     assert weights(folder) == (base_model / "model.safetensors").read_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("reward", "moves"), [("always_nan", False), ("every_other", True)])
 def test_the_kl_weight_follows_the_kl_of_all_samples_and_stays_where_none_was_scored(
     cafe_data, base_model, tmp_path, reward, moves
@@ -520,6 +530,7 @@ def test_a_constituent_of_at_most_the_cutoff_is_one_macro_action(cafe_data, toke
         assert (int(segments.max()) + 1, failures) == (count, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more, number", [([], 12), (["--repeat_times=1"], 4)])
 def test_each_length_comes_as_often_as_its_flag_says(more, number, cafe_data, tmp_path, monkeypatch):
     drawn, randomized = [], macro_actions.randomized
@@ -531,6 +542,7 @@ def test_each_length_comes_as_often_as_its_flag_says(more, number, cafe_data, tm
     assert [noise.shape for noise in drawn] == [(4, number)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "flags",
     [

@@ -261,6 +261,7 @@ RUNS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_a_resumed_run_is_the_same_to_the_bit(name, policy_dir, reflector_dir, tmp_path):
     flags = ["--model_name", policy_dir, "--learning_rate", 1e-3, "--save_interval", 2, "--rollout_size", 8]
@@ -292,6 +293,7 @@ def test_two_ranks_share_the_episodes(policy_dir, reflector_dir, tmp_path, monke
     assert weights(last_checkpoint(experiment)) != weights(Path(policy_dir))
 
 
+@pytest.mark.slow
 def test_ppo_starts_at_ratio_one_and_a_kl_of_zero(policy_dir, tmp_path):
     flags = ["--model_name", policy_dir, "--max_steps", 1, "--trainer", "ppo", "--ppo_epochs", 1, "--init_kl_coeff", 1]
     (row,) = metrics(train(tmp_path, *flags))
@@ -299,6 +301,7 @@ def test_ppo_starts_at_ratio_one_and_a_kl_of_zero(policy_dir, tmp_path):
     assert row["policy/approxkl"] == pytest.approx(0, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_the_penalty_enters_the_loss_and_no_metric(policy_dir, tmp_path):
     rows = {}
     for coefficient in (0, 5):
@@ -311,6 +314,7 @@ def test_the_penalty_enters_the_loss_and_no_metric(policy_dir, tmp_path):
 
 
 # ------------------------------------------------------------------------------------------------------ from Python
+@pytest.mark.slow
 def test_objects_replace_what_the_flags_would_load(policy_dir, tmp_path):
     """The same numbers as from flags; args.json records the objects, and resuming requires them."""
     settings = {"accelerator": "cpu", "rollout_size": 8, "num_envs": 4, "eval_interval": 0, "learning_rate": 1e-3}
@@ -340,6 +344,7 @@ def test_objects_replace_what_the_flags_would_load(policy_dir, tmp_path):
     assert weights(last_checkpoint(experiment)) == weights(last_checkpoint(from_flags))
 
 
+@pytest.mark.slow
 def test_on_step_ends_training_with_a_checkpoint_and_an_evaluation(policy_dir, tmp_path):
     def stop(step, row):
         if step == 2:
@@ -352,6 +357,7 @@ def test_on_step_ends_training_with_a_checkpoint_and_an_evaluation(policy_dir, t
     assert {row["step"] for row in metrics(experiment)} == {1, 2} and "val/success" in metrics(experiment)[-1]
 
 
+@pytest.mark.slow
 def test_the_python_of_the_page_runs(tmp_path, monkeypatch, capsys):
     page = (helpers.ROOT / "howto" / "algorithms" / "reflect_rl.md").read_text(encoding="utf-8")
     save_corridor_model(tmp_path / "data" / "dangerous_taxi" / "base")

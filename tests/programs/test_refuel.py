@@ -156,6 +156,7 @@ def flags(pairs_dir, sft_dir, tmp_path):
     return ["--data_dir", str(pairs_dir), "--sft_experiment_dir", sft_dir, *SIZES, *CPU, "--log_dir", str(tmp_path)]
 
 
+@pytest.mark.slow
 def test_a_folder_of_pairs_is_enough_and_a_resumed_run_ends_the_same(flags):
     run = Path(main(flags))
     rows = metrics(run)
@@ -177,6 +178,7 @@ def test_eval_iters_counts_micro_batches(flags):
     assert whole["val/loss"] != part["val/loss"]
 
 
+@pytest.mark.slow
 def test_given_rows_and_policy_replace_the_files(pairs_dir, tokenizer, tmp_path):
     rows = {"train": pairs_of((4, 5, 0), (9, 3, 0), (2, 7, 0), (6, 4, 0)).rows, "validation": pairs_of((5, 5, 0)).rows}
     args = RefuelArgs(log_dir=str(tmp_path), accelerator="cpu", learning_rate=1e-3, log_interval=1, eval_interval=1)

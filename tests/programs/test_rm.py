@@ -161,6 +161,7 @@ def test_an_experiment_dir_holds_exactly_what_is_promised(rm_dir):
     assert statistics.keys() == {"mean", "std"} and statistics["std"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["all", "lora", "last_layer"])
 def test_transformers_scores_with_the_trained_reward_model(mode, cafe_data, sft_dir, tmp_path):
     from transformers import AutoModelForSequenceClassification
@@ -180,6 +181,7 @@ def test_transformers_scores_with_the_trained_reward_model(mode, cafe_data, sft_
     assert weights(folder) != weights(last_checkpoint(sft_dir))
 
 
+@pytest.mark.slow
 def test_a_model_that_compares_says_so(cafe_data, sft_dir, tmp_path):
     flags = ["--data_dir", str(cafe_data), "--sft_experiment_dir", sft_dir, "--log_dir", str(tmp_path), *CPU]
     folder = last_checkpoint(main([*flags, "--loss_type", "pair", "--max_steps", "1"]))

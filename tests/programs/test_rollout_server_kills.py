@@ -60,6 +60,7 @@ def wait_for_answers(server: ForkedServer, number: int) -> None:
         time.sleep(0.002)
 
 
+@pytest.mark.slow
 def test_servers_and_trainer_are_killed_and_every_run_ends_as_the_one_left_alone(runs, servers, tmp_path):
     served = ServedRuns(runs, "grpo", tmp_path, servers(2), patience=60.0)
     status = forked(served.call("whole", tell=tmp_path / "events"), served.output)
@@ -84,6 +85,7 @@ def test_servers_and_trainer_are_killed_and_every_run_ends_as_the_one_left_alone
     assert not differs(whole, served.state("trainer")) and not list(served.exchange.iterdir())
 
 
+@pytest.mark.slow
 def test_all_servers_gone_is_one_line_a_checkpoint_and_a_run_that_goes_on(runs, servers, tmp_path):
     (server,) = servers(1)
     more = ("--save_interval", 100, "--eval_interval", 0)

@@ -35,6 +35,7 @@ def run(runs: TinyRuns, program: str, folder: Path, *more: object) -> Path:
     return trained(program, *runs.flags(program, folder, "--rollout_mini_batch_size", 32, "--eval_interval", 3, *more))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_without_a_correction_a_run_is_bitwise_that_of_the_local_engine(program, runs, url, tmp_path):
     local = run(runs, program, tmp_path / "local")
@@ -46,6 +47,7 @@ def test_without_a_correction_a_run_is_bitwise_that_of_the_local_engine(program,
     assert not any(name in row for row in metrics(local) for name in SAMPLING_GAP)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_with_a_correction_weights_are_about_one_and_learning_is_the_same(program, kind, runs, url, tmp_path):
@@ -57,6 +59,7 @@ def test_with_a_correction_weights_are_about_one_and_learning_is_the_same(progra
     assert all(abs(row["sampling/ratio_max"] - 1) < 1e-4 and row["sampling/dropped"] == 0 for row in gaps)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_a_run_that_was_cut_goes_on_bit_equal_beside_the_same_server(program, runs, url, tmp_path):
     whole = run(runs, program, tmp_path / "whole", "--rollout_server", url)
@@ -69,6 +72,7 @@ def test_a_run_that_was_cut_goes_on_bit_equal_beside_the_same_server(program, ru
     assert weights(last_checkpoint(cut)) == weights(last_checkpoint(whole))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_one_step_stale_weights_sample_while_others_are_learned(program, runs, url, tmp_path):
     stale = run(runs, program, tmp_path / "stale", "--rollout_server", url, "--max_staleness", 1)
@@ -81,6 +85,7 @@ def test_one_step_stale_weights_sample_while_others_are_learned(program, runs, u
     assert learned(stale)[1] != fresh[1]
 
 
+@pytest.mark.slow
 def test_two_ranks_sample_as_one(runs, url, tmp_path):
     """The first rank asks for both; the rollout of a step is that of one rank with twice the size."""
     same = ["--rollout_server", url, "--disable_dropout", "True", "--optimizer_eps", "1e-2"]
@@ -95,6 +100,7 @@ def test_two_ranks_sample_as_one(runs, url, tmp_path):
         assert {n: row[n] for n in names} == pytest.approx({n: other[n] for n in names}, rel=1e-3, abs=1e-4)
 
 
+@pytest.mark.slow
 def test_the_exchange_folder_keeps_two_versions_and_goes_with_the_run(runs, url, tmp_path, monkeypatch):
     seen = []
     write = served.Exchange.write
@@ -133,6 +139,7 @@ def test_flags_that_cannot_be_meant_are_one_line(given, message, runs, tmp_path,
     assert stopped.value.code == 2 and message in error
 
 
+@pytest.mark.slow
 def test_a_sleeping_server_is_woken_before_it_is_asked(runs, url, tmp_path, monkeypatch):
     """Also where no weights are loaded, as for the rollout after an evaluation; and at the end."""
     told: list[str] = []
@@ -157,6 +164,7 @@ def test_a_server_that_is_not_there_is_one_line_and_leaves_nothing(runs, tmp_pat
     assert not list(tmp_path.rglob("args.json"))
 
 
+@pytest.mark.slow
 def test_what_a_run_writes_has_the_flags_of_its_servers(runs, url, tmp_path):
     experiment = run(runs, "ppo", tmp_path, "--rollout_server", url)
     stored = json.loads((experiment / "args.json").read_text())

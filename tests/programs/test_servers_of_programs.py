@@ -49,6 +49,7 @@ def generated(path: Path, flags: list[str], *more: object) -> bytes:
     return path.read_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "more",
     [
@@ -66,6 +67,7 @@ def test_the_file_is_byte_for_byte_that_of_the_local_engine(more, flags, url, tm
     assert json.loads((tmp_path / "served.args.json").read_text())["rollout_engine"] == "rollout_server"
 
 
+@pytest.mark.slow
 def test_several_temperatures_are_sampled_by_weights_loaded_once(flags, url, tmp_path, monkeypatch):
     loaded = []
     load = RolloutServers.load
@@ -77,6 +79,7 @@ def test_several_temperatures_are_sampled_by_weights_loaded_once(flags, url, tmp
     assert len(loaded) == 1
 
 
+@pytest.mark.slow
 def test_a_file_that_was_cut_goes_on_to_the_same_bytes(flags, url, tmp_path):
     """With another server's address, too: only what sampled matters."""
     whole = generated(tmp_path / "rows.jsonl", flags, "--rollout_server", url)
@@ -90,6 +93,7 @@ def test_a_file_that_was_cut_goes_on_to_the_same_bytes(flags, url, tmp_path):
         generated(tmp_path / "rows.jsonl", flags)
 
 
+@pytest.mark.slow
 def test_weights_of_an_adapter_go_merged(flags, runs, url, tmp_path):
     """The server's own model is another one; it samples from the model of the flag."""
     run_of_adapter = trained("sft", *runs.flags("sft", tmp_path / "sft", "--finetune_mode", "lora", steps=2))
@@ -153,6 +157,7 @@ def files_of(experiment: Path) -> dict[str, bytes]:
     return {str(file.relative_to(experiment)): file.read_bytes() for file in experiment.glob("iteration-*/*.jsonl")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", ["online_dpo", "iterative_refuel"])
 def test_iterations_are_those_of_the_local_engine(program, runs, url, tmp_path, monkeypatch):
     written = []
@@ -171,6 +176,7 @@ def test_iterations_are_those_of_the_local_engine(program, runs, url, tmp_path, 
 
 
 # ----------------------------------------------------------------------------------------------------- while training
+@pytest.mark.slow
 def test_online_refuel_is_that_of_the_local_engine(runs, url, tmp_path):
     more = ["--eval_interval", 3, "--eval_dialogues", 2]
     local = run(runs, "online_refuel", tmp_path / "local", *more)
@@ -183,6 +189,7 @@ def test_online_refuel_is_that_of_the_local_engine(runs, url, tmp_path):
     assert not any(name in row for row in metrics(local) for name in SAMPLING_GAP)
 
 
+@pytest.mark.slow
 def test_two_ranks_of_online_refuel_share_servers(runs, url, tmp_path):
     """Their dialogues end after different numbers of rounds."""
     more = ("--rollout_mini_batch_size", SLOTS, "--disable_dropout", "True", "--optimizer_eps", "1e-2")
@@ -219,6 +226,7 @@ def corridor_url(runs):
         yield address
 
 
+@pytest.mark.slow
 @needs_envs
 @pytest.mark.parametrize("way", ACTING)
 def test_decisions_of_servers_are_those_of_the_local_policy(way, runs, corridor_url, tmp_path):
@@ -242,6 +250,7 @@ def played(experiment: Path) -> list[tuple]:
     return [(row["step"], row["prompt"], row["response"], row["columns"]) for row in rows]
 
 
+@pytest.mark.slow
 @needs_envs
 def test_ranks_share_servers_while_they_play_episodes_of_other_lengths(runs, corridor_url, tmp_path):
     more = ("--disable_dropout", "True", "--eval_interval", 3, "--micro_batch_size", 4)

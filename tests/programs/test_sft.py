@@ -186,6 +186,7 @@ def test_a_step_reads_a_mini_batch_and_the_evaluation_the_validation_split(cafe_
     assert metrics(runs[0])[-1]["val/loss"] == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_two_runs_of_one_seed_are_bitwise_equal_and_of_two_seeds_are_not(cafe_data, base_model, tmp_path):
     flags = ["--data_dir", str(cafe_data), "--model_name", str(base_model), "--log_dir", str(tmp_path)]
     flags += ["--max_steps", "3", "--lr_warmup_steps", "0", "--eval_interval", "0"]
@@ -194,6 +195,7 @@ def test_two_runs_of_one_seed_are_bitwise_equal_and_of_two_seeds_are_not(cafe_da
     assert one == again and one != other
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", [["--finetune_mode", "lora"], ["--finetune_mode", "last_layer"]])
 def test_the_program_runs_with(flags, cafe_data, base_model, tmp_path):
     more = ["--data_dir", str(cafe_data), "--model_name", str(base_model), "--log_dir", str(tmp_path)]

@@ -88,6 +88,7 @@ def test_every_combination_is_trained_with_every_seed_and_the_best_is_first(swep
     assert (tmp_path / "out" / "sweep.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 
 
+@pytest.mark.slow
 def test_the_same_command_keeps_what_is_finished_and_adds_new_values_and_seeds(swept, tmp_path):
     first = swept()
     assert swept() == first
@@ -96,6 +97,7 @@ def test_the_same_command_keeps_what_is_finished_and_adds_new_values_and_seeds(s
     assert len(rows(tmp_path / "out")) == 9
 
 
+@pytest.mark.slow
 def test_values_that_left_the_file_leave_the_table_and_not_the_folder(swept, tmp_path, capsys):
     swept()
     (only,) = swept(grid={"learning_rate": [0.001]})
@@ -105,6 +107,7 @@ def test_values_that_left_the_file_leave_the_table_and_not_the_folder(swept, tmp
     assert all(len(starts(tmp_path / "out", name)) == 1 for name in NAMES)
 
 
+@pytest.mark.slow
 def test_a_finished_run_whose_folder_was_removed_is_trained_again(swept, tmp_path):
     swept()
     shutil.rmtree(tmp_path / "out" / NAMES[2])
@@ -112,6 +115,7 @@ def test_a_finished_run_whose_folder_was_removed_is_trained_again(swept, tmp_pat
     assert [len(starts(tmp_path / "out", name)) for name in NAMES] == [1, 1, 2, 1]
 
 
+@pytest.mark.slow
 def test_seeds_alone_are_one_combination(swept, tmp_path):
     (row,) = swept(grid=None, flags=FILE["flags"] | {"learning_rate": 0.001})
     assert row["combination"] == "sft" and row["seeds"] == 2
@@ -124,6 +128,7 @@ def test_the_highest_is_first_where_the_file_says_so(swept):
 
 
 # ------------------------------------------------------------------------------------------------ failed and begun runs
+@pytest.mark.slow
 def test_a_failed_run_ends_no_other_and_is_tried_again(swept, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("SWEPT_FAILS", "learning_rate=0.002/seed-1")
     told = refusal(capsys, swept)
@@ -140,6 +145,7 @@ def test_a_failed_run_ends_no_other_and_is_tried_again(swept, tmp_path, capsys, 
     assert len(metrics) == 2  # what had no checkpoint was removed, not gone on with
 
 
+@pytest.mark.slow
 def test_a_failed_run_with_notes_of_the_user_is_kept_beside(swept, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("SWEPT_FAILS", NAMES[0])
     refusal(capsys, swept)
@@ -153,6 +159,7 @@ def test_a_failed_run_with_notes_of_the_user_is_kept_beside(swept, tmp_path, cap
     assert swept()[1]["seeds"] == 2  # it is no run of the sweep
 
 
+@pytest.mark.slow
 def test_when_all_fail_there_is_no_picture(swept, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("SWEPT_FAILS", "learning_rate")
     assert "4 of 4 runs failed" in refusal(capsys, swept)
@@ -167,6 +174,7 @@ def test_a_run_that_a_signal_ended_says_which(tmp_path):
     assert sweep.why_failed(status, tmp_path / "b.log") == "exit status 3"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
 def test_a_sweep_that_is_stopped_goes_on_from_the_checkpoint(number, status, swept, tmp_path, monkeypatch):
     folder, gate, printed = tmp_path / "out", tmp_path / "gate", tmp_path / "printed"
@@ -194,6 +202,7 @@ def test_a_sweep_that_is_stopped_goes_on_from_the_checkpoint(number, status, swe
     assert len((folder / NAMES[1] / "metrics.jsonl").read_text().splitlines()) == 2
 
 
+@pytest.mark.slow
 def test_a_run_that_a_signal_stopped_has_not_failed(swept, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("SWEPT_ENDS", NAMES[1])
     with pytest.raises(SystemExit) as stop:
@@ -272,6 +281,7 @@ def test_a_state_with_rows_of_other_shapes_is_refused(changes, swept, tmp_path, 
     assert file.read_text() == before
 
 
+@pytest.mark.slow
 def test_a_sweep_locks_its_folder(swept, tmp_path, capsys):
     holder = f"""
 import sys, time
@@ -288,6 +298,7 @@ with lock_folder(Path({str(tmp_path / "out")!r})):
 
 
 # ------------------------------------------------------------------------------------------------------------- for real
+@pytest.mark.slow
 def test_a_sweep_of_sft(cafe_data, base_model, tmp_path, capsys):
     flags = {
         "data_dir": str(cafe_data),

@@ -234,6 +234,7 @@ def train(request, cafe_data, sft_dir, tmp_path):
     return run
 
 
+@pytest.mark.slow
 def test_the_audit_is_logged_beside_the_score_and_changes_no_weight(train):
     plain = train(2, "length")
     audited = train(2, "length", "--audit_function", "helpers.rewards:vowels")
@@ -244,6 +245,7 @@ def test_the_audit_is_logged_beside_the_score_and_changes_no_weight(train):
         assert timeless == {name: other[name] for name in timeless}
 
 
+@pytest.mark.slow
 def test_a_resumed_run_watches_as_if_it_had_not_stopped(train, monkeypatch, capfd):
     """Three steps are enough here: any fall beside any rise is warned of."""
     for name, value in {"RECENT": 1, "EARLIER": 2, "DISTANCES": (0,), "Z": 0, "EFFECT": 0}.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from helpers import rewards, tiny_model
 from helpers.data import write_lines
@@ -44,6 +45,7 @@ def prompts_file(folder, tokenizer, **splits):
     return str(folder)
 
 
+@pytest.mark.slow
 def test_every_call_of_a_run_gets_the_columns_of_all_rows_and_splits(tokenizer, tmp_path):
     calls = []
     given = {"train": [{"prompt": "a", "answer": "4"}, *({"prompt": text} for text in "bcde")]}
@@ -54,6 +56,7 @@ def test_every_call_of_a_run_gets_the_columns_of_all_rows_and_splits(tokenizer, 
     assert given["train"][1] == {"prompt": "b"}  # the caller's own rows stay as they are
 
 
+@pytest.mark.slow
 def test_sets_of_several_folders_have_the_columns_of_all(tokenizer, tmp_path):
     calls = []
     first = prompts_file(tmp_path / "a", tokenizer, train=[{"answer": "1"}] * 4, validation=[{}, {"hint": "h"}])

@@ -331,6 +331,7 @@ hung.score([Sample("p", "hang")])
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_no_process_outlives_a_run_that_is_stopped_while_a_call_hangs(how):
     if how is not signal.SIGINT and not sys.platform.startswith("linux"):

@@ -25,6 +25,7 @@ def folder(tmp_path_factory, tokenizer):
     return path
 
 
+@pytest.mark.slow
 def test_the_requests_of_the_page_are_answered(folder, tmp_path, capsys):
     (console,), (python,) = ([body for body, _ in blocks(PAGE, kind)] for kind in ("console", "python"))
     words = shlex.split(console.replace("\\\n", " ").removeprefix("$ "))

@@ -61,6 +61,7 @@ def test_a_device_that_is_not_there_is_refused(accelerator, monkeypatch):
         make_fabric(TrainArgs(accelerator=accelerator))
 
 
+@pytest.mark.slow
 def test_no_program_makes_float64_on_a_device_without_it(cafe_data, talk_data, tokenizer, tmp_path):
     """Two steps of each program with a loop on a device that refuses float64, as Apple's GPUs do."""
     runs = TinyRuns(tmp_path / "runs", cafe_data, talk_data, tokenizer)

@@ -121,6 +121,7 @@ def test_weights_of_sets_are_refused_too(cafe_data, base_model, tmp_path, capsys
     assert "--data_weights is [2.0, 1.0], and was [1.0, 1.0]" in line
 
 
+@pytest.mark.slow
 def test_what_changes_no_row_may_change(sft_run, cafe_data, base_model, tmp_path):
     moved = [shutil.copytree(folder, tmp_path / folder.name) for folder in (cafe_data, base_model)]
     flags = ["--data_dir", moved[0], "--model_name", moved[1], "--micro_batch_size", 2, "--learning_rate", 1e-3]
@@ -230,6 +231,7 @@ def test_a_given_function_counts_by_its_file_and_a_script_s_does_not(monkeypatch
     assert sources_of(TrainArgs(), {"reward": "lightrlhf.rewards.verifiers:maths"}) == {}
 
 
+@pytest.mark.slow
 def test_programs_in_iterations_compare_rows_and_sources_too(sft_dir, rm_dir, base_model, tmp_path, capsys):
     start, scorer = (shutil.copytree(one, tmp_path / Path(one).parts[-4], symlinks=True) for one in (sft_dir, rm_dir))
     given = {"sft_experiment_dir": str(start), "rm_experiment_dir": str(scorer), "output_dir": str(tmp_path / "run")}

@@ -56,6 +56,7 @@ def test_the_best_checkpoint_survives_beside_the_newest(whole):
     assert final_checkpoint(whole).name == f"checkpoint-{best:06d}" != last_checkpoint(whole).name
 
 
+@pytest.mark.slow
 def test_the_next_stage_and_the_tools_take_it(whole, cafe_data, tmp_path):
     name = str(whole / "best")
     assert resolve(name, "--sft_experiment_dir") == str(final_checkpoint(whole))
@@ -80,6 +81,7 @@ def test_a_damaged_best_is_refused_by_its_name(whole, tmp_path, capsys):
     assert f"{final_checkpoint(folder)} is damaged" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_deleted_best_is_one_clear_line_and_a_resumed_run_drops_the_link(whole, cafe_data, tmp_path, capsys):
     folder = shutil.copytree(whole, tmp_path / "copy", symlinks=True)
     gone, name = final_checkpoint(folder), str(folder / "best")
@@ -104,6 +106,7 @@ def test_a_deleted_best_is_one_clear_line_and_a_resumed_run_drops_the_link(whole
     assert not os.path.lexists(name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("copied", [False, True])
 def test_a_resumed_run_keeps_the_same_best(whole, copied, cafe_data, base_model, tmp_path):
     """As a kill leaves it: between a checkpoint and its link, or copied with links followed."""
@@ -128,6 +131,7 @@ def test_a_resumed_run_keeps_the_same_best(whole, copied, cafe_data, base_model,
     assert os.readlink(run / "best") == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", ["rm", "dpo", "ppo"])
 def test_every_program_keeps_its_best_by_evaluations_or_by_training_metrics(program, cafe_data, base_model, tmp_path):
     more = ["--max_steps", "5", "--save_interval", "100", "--keep_last", "1"]
@@ -145,6 +149,7 @@ def test_every_program_keeps_its_best_by_evaluations_or_by_training_metrics(prog
     assert os.readlink(run / "best") == f"checkpoint-{best:06d}" and steps(run) == sorted({best, 5})
 
 
+@pytest.mark.slow
 def test_a_run_that_gets_no_better_stops_and_resumed_it_stays_so(cafe_data, base_model, tmp_path, capsys):
     flags = ["--epochs", "9", "--keep_best", HIGHEST, "--early_stop_patience", "2", "--save_interval", "3"]
     run = Path(sft.main(flags_of(cafe_data, base_model, tmp_path, *flags)))
@@ -161,6 +166,7 @@ def test_a_run_that_gets_no_better_stops_and_resumed_it_stays_so(cafe_data, base
     assert metrics(run)[: len(before)] == before and last_checkpoint(run).name == f"checkpoint-{end + 2:06d}"
 
 
+@pytest.mark.slow
 def test_stopping_early_is_the_same_for_a_run_that_was_killed(cafe_data, base_model, tmp_path):
     flags = ["--epochs", "9", "--keep_best", HIGHEST, "--early_stop_patience", "2", "--save_interval", "3"]
     run = Path(sft.main(flags_of(cafe_data, base_model, tmp_path, *flags, "--keep_last", "0")))

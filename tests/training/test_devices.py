@@ -394,6 +394,7 @@ def test_torchrun_and_slurm_say_how_many_processes_there_are(environment, flags,
             processes(TrainArgs(**flags))
 
 
+@pytest.mark.slow
 def test_ranks_leave_the_process_group_before_the_interpreter_ends(tmp_path):
     """Else a thread of gloo may abort the process at the end of a run that went well: one in ten when busy."""
     script = f"""
@@ -479,6 +480,7 @@ def test_a_rank_with_other_data_is_refused_before_anything_is_trained(together):
 
 
 # --------------------------------------------------------------------------------------------------------------- memory
+@pytest.mark.slow
 def test_memory_that_runs_out_is_told_with_the_phase_and_three_flags(
     cafe_data, base_model, tmp_path, monkeypatch, capsys
 ):

@@ -108,6 +108,7 @@ def test_the_size_of_a_checkpoint_is_that_of_its_weights_and_its_state(flags, dr
     assert float(found[1]) == pytest.approx(size / 2**20, rel=0.1, abs=0.1)
 
 
+@pytest.mark.slow
 def test_two_ranks_print_once(runs, tmp_path):
     done = run_program("lightrlhf.sft", *runs.flags("sft", tmp_path / "logs", "--dry_run", "True", "--devices", 2))
     assert done.returncode == 0 and done.stdout.count(ENDING) == 1, done.stderr
@@ -128,6 +129,7 @@ def test_wrong_combinations_are_refused(dry, runs, sft_dir, capsys):
         assert stopped.value.code == 2 and message in error.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_servers_sample_and_no_weights_are_left(dry, runs, tmp_path_factory, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
     exchange = tmp_path_factory.mktemp("exchange")

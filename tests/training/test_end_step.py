@@ -46,6 +46,7 @@ def assert_equal(one, other, path=""):
         assert one == other, path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", [one for one in TRAINED if one not in ENDED_BY_HAND])
 def test_the_end_of_a_step_changes_nothing_that_reaches_a_loss(program, runs, tmp_path, monkeypatch):
     end_step, calls = Run.end_step, []

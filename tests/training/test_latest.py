@@ -150,6 +150,7 @@ def test_a_full_disk_is_told_as_at_any_other_write(step, folders, monkeypatch):
     assert not list(folders[0].parent.glob(".*"))
 
 
+@pytest.mark.slow
 def test_a_kill_between_its_steps_leaves_the_older_or_the_newer_run(folders, tmp_path_factory):
     output, link = tmp_path_factory.mktemp("output") / "text", folders[0].parent / "latest"
     seen, at = [], 0
@@ -183,6 +184,7 @@ def link_killed(folder: Path, at: int) -> None:
     link_latest(folder)
 
 
+@pytest.mark.slow
 def test_each_run_and_stage_links_itself_and_a_resumed_one_keeps_the_link(cafe_data, base_model, tmp_path, capsys):
     flags = ["--data_dir", str(cafe_data), "--log_dir", str(tmp_path), "--max_steps", "1", *CPU]
     first = Path(sft.main([*flags, "--model_name", str(base_model)]))
@@ -238,6 +240,7 @@ def test_what_a_kill_left_before_the_arguments_is_no_run(begin, tmp_path):
     assert begin(output_dir=str(folder)) == folder and (folder / "args.json").is_file()
 
 
+@pytest.mark.slow
 def test_of_two_that_begin_at_once_the_second_is_refused(tmp_path):
     args = TrainArgs(output_dir=str(tmp_path / "mine"), accelerator="cpu")
     one, other = Run(args, "test"), Run(args, "test")

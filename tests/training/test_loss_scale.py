@@ -46,6 +46,7 @@ PPO = ["--reward_function", "helpers.rewards:length", "--rollout_size", "8", "--
 PPO += ["--max_new_tokens", "5", "--actor_learning_rate", "1e-3", "--critic_learning_rate", "1e-3"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program, more", [(sft, []), (ppo, PPO)])
 def test_steps_that_overflow_are_skipped_and_a_resumed_run_is_bitwise(
     program, more, cafe_data, base_model, tmp_path, scaled_on_cpus

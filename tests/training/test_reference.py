@@ -84,6 +84,7 @@ def test_rows_that_no_step_reads_are_not_scored(program):
     assert 2 + 3 * 4 - 2 <= sum(passes) <= 2 + 3 * 4  # the rows of the first check may be among those of the steps
 
 
+@pytest.mark.slow
 def test_a_resumed_run_scores_the_further_rows_and_equals_a_whole_one(program):
     train, passes, data = program
     whole, part = train(4), train(2)
@@ -94,6 +95,7 @@ def test_a_resumed_run_scores_the_further_rows_and_equals_a_whole_one(program):
     assert weights(last_checkpoint(part)) == weights(last_checkpoint(whole))
 
 
+@pytest.mark.slow
 def test_what_a_killed_run_has_scored_is_not_scored_again(program, tmp_path, monkeypatch):
     train, passes, data = program
     monkeypatch.setenv("KILLED_AT", "4")
@@ -109,6 +111,7 @@ def test_what_a_killed_run_has_scored_is_not_scored_again(program, tmp_path, mon
     assert weights(last_checkpoint(killed)) == weights(last_checkpoint(whole))
 
 
+@pytest.mark.slow
 def test_parts_of_another_numeric_setting_are_not_taken(program):
     train, passes, data = program
     train(2)

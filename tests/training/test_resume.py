@@ -41,6 +41,7 @@ def is_bitwise(main, run: str) -> bool:
 
 
 # ------------------------------------------------------------------------------------------------------ what is stored
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["all", "last_layer", "lora"])
 def test_weights_that_the_folder_holds_are_not_written_twice(mode, cafe_data, base_model, tmp_path):
     run = sft.main(flags_of(cafe_data, base_model, tmp_path, "--finetune_mode", mode))
@@ -49,6 +50,7 @@ def test_weights_that_the_folder_holds_are_not_written_twice(mode, cafe_data, ba
     assert is_bitwise(sft.main, run)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["all", "lora"])
 def test_nor_those_of_a_reward_model_with_its_head(mode, cafe_data, base_model, tmp_path):
     run = rm.main(flags_of(cafe_data, base_model, tmp_path, "--finetune_mode", mode))
@@ -58,6 +60,7 @@ def test_nor_those_of_a_reward_model_with_its_head(mode, cafe_data, base_model, 
     assert is_bitwise(rm.main, run)
 
 
+@pytest.mark.slow
 def test_a_critic_that_no_folder_holds_stays(cafe_data, base_model, tmp_path):
     run = ppo.main(flags_of(cafe_data, base_model, tmp_path, *PPO))
     state = state_of(run)
@@ -65,6 +68,7 @@ def test_a_critic_that_no_folder_holds_stays(cafe_data, base_model, tmp_path):
     assert is_bitwise(ppo.main, run)
 
 
+@pytest.mark.slow
 def test_an_adapter_that_is_joined_with_an_earlier_one_stays(cafe_data, base_model, tmp_path):
     lora = ["--finetune_mode", "lora", "--max_steps", "2", "--learning_rate", "1e-2"]
     first = sft.main(flags_of(cafe_data, base_model, tmp_path / "first", *lora))
@@ -72,6 +76,7 @@ def test_an_adapter_that_is_joined_with_an_earlier_one_stays(cafe_data, base_mod
     assert state["learned"]["policy"] and not state["stored"]["policy"]
 
 
+@pytest.mark.slow
 def test_weights_are_found_in_shards_by_their_bits_under_any_name(tmp_path):
     model = tiny_model("gpt2")  # its head is tied
     model.save_pretrained(tmp_path, max_shard_size="10KB")
@@ -83,6 +88,7 @@ def test_weights_are_found_in_shards_by_their_bits_under_any_name(tmp_path):
     assert all(torch.equal(again[name], value) for name, value in learned["one"].items())
 
 
+@pytest.mark.slow
 def test_only_the_same_bits_and_dtype_count_as_stored(tmp_path):
     values = torch.arange(64.0) - 5
     save_file({"a": values, "half": torch.ones(3).half()}, tmp_path / "model.safetensors")
@@ -94,6 +100,7 @@ def test_only_the_same_bits_and_dtype_count_as_stored(tmp_path):
     assert places == {"one": {"same": "a"}} and list(rest["one"]) == ["close", "-0", "float32", "wide"]
 
 
+@pytest.mark.slow
 def test_a_folder_that_lost_a_weight_is_not_resumed_from(cafe_data, base_model, tmp_path, capsys):
     run = sft.main(flags_of(cafe_data, base_model, tmp_path))
     last = last_checkpoint(run)

@@ -166,6 +166,7 @@ def test_online_dpo_logs_the_responses_to_the_first_prompts(finished):
         assert [row["group"] for row in kept] == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_the_same_rows(finished, runs, tmp_path):
     folder = shutil.copytree(finished("ppo"), tmp_path / "run")
     expected = (folder / "rollouts.jsonl").read_bytes()
@@ -176,6 +177,7 @@ def test_a_resumed_run_has_the_same_rows(finished, runs, tmp_path):
     assert (folder / "rollouts.jsonl").read_bytes() == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", SAMPLING)
 def test_0_writes_none(program, runs, tmp_path):
     folder = main_of(program)(runs.flags(program, tmp_path, "--log_rollouts", 0, steps=1))
@@ -280,6 +282,7 @@ def test_a_full_file_gets_no_more_rows_and_a_note_says_so_once(name, write, toke
     assert told.count("gets no more samples") == 1 and str(tmp_path / name) in told
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", ["sft", *(program for program in SAMPLING if program not in ITERATED)])
 def test_seconds_spent_on_logs_are_a_metric_of_training_rows(program, runs, tmp_path):
     folder = Path(main_of(program)(runs.flags(program, tmp_path, "--log_rollouts", 2, steps=3)))

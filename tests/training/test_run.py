@@ -90,6 +90,7 @@ def samples(folder) -> str:
     return (Path(folder) / "samples.jsonl").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["lora", "last_layer"])
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_a_resumed_run_of_adapters_or_the_last_layer_is_bitwise_too(program, mode, cafe_data, noisy_model, tmp_path):
@@ -148,6 +149,7 @@ def test_lines_that_a_kill_cut_in_the_middle_are_dropped_on_resuming(sft_dir, tm
     assert metrics(folder) == before and samples(folder) == kept != ""
 
 
+@pytest.mark.slow
 def test_what_a_killed_process_left_is_removed_on_resuming_and_files_of_users_are_not(sft_dir, tmp_path):
     run = Path(shutil.copytree(sft_dir, tmp_path / "run", symlinks=True))
     ended = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True)

@@ -48,6 +48,7 @@ def train(program: str, folders, model, logs, *more: str) -> Path:
     return trained(program, *flags, *(PPO_FLAGS if program == "ppo" else FLAGS), *more)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", ["sft", "rm", "dpo", "ppo"])
 def test_without_weights_an_epoch_is_that_of_all_rows_in_one_set(program, sets, base_model, tmp_path, capsys):
     two = train(program, [sets / "one", sets / "two"], base_model, tmp_path, "--max_steps", "4")
@@ -61,6 +62,7 @@ def test_without_weights_an_epoch_is_that_of_all_rows_in_one_set(program, sets, 
     assert f"{sets.name}/two (7 rows, 7 of 27 in an epoch)" in (two / "README.md").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", ["sft", "rm", "dpo", "ppo"])
 def test_a_weighted_run_that_is_resumed_is_bitwise_the_same(program, sets, base_model, tmp_path, capsys):
     metric = {"sft": "max:train/loss", "ppo": "objective/score"}.get(program, "rewards/accuracies")

@@ -101,6 +101,7 @@ def whole(runs, tmp_path_factory):
     return make
 
 
+@pytest.mark.slow
 def test_an_update_is_finished_and_saved(whole):
     one = whole("sft")
     run = one.stopped(("in update", 3))
@@ -108,6 +109,7 @@ def test_an_update_is_finished_and_saved(whole):
     assert one.difference(run) == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "program, phase, number",
     [("ppo", "in rollout", signal.SIGTERM), ("grpo", "in resample", signal.SIGUSR1)],  # whose score draws numbers
@@ -119,6 +121,7 @@ def test_what_changes_no_weight_is_interrupted_and_the_step_before_is_saved(prog
     assert one.difference(run) == ""
 
 
+@pytest.mark.slow
 def test_before_the_first_step_there_is_nothing_to_save(whole):
     one = whole("sft")
     for event in ("in setup", "open .args.json.partial", "in update"):
@@ -129,6 +132,7 @@ def test_before_the_first_step_there_is_nothing_to_save(whole):
             assert not list(log_dir.rglob("checkpoint-*")) and "there is nothing to save" in one.output.read_text()
 
 
+@pytest.mark.slow
 def test_saves_by_time_change_nothing_but_what_is_kept(whole, capsys):
     one = whole("sft")
     flags = one.runs.flags("sft", one.folder / "often", *one.more, "--save_minutes", 1e-9, "--keep_last", 0)
@@ -161,6 +165,7 @@ def test_so_does_a_run_in_iterations_in_any_stage(program, whole):
 
 
 # --------------------------------------------------------------------------------------------------------- the handlers
+@pytest.mark.slow
 def test_handlers_of_others_and_ignored_signals_are_left_alone():
     """Schedulers' clients queue a job again in a handler of their own."""
     got: list[int] = []
@@ -176,6 +181,7 @@ def test_handlers_of_others_and_ignored_signals_are_left_alone():
         signal.signal(signal.SIGUSR1, before[1])
 
 
+@pytest.mark.slow
 def test_the_handler_of_an_enclosing_run_comes_back():
     before, outer = signal.getsignal(signal.SIGTERM), StopSignals(" outer")
     try:
@@ -192,6 +198,7 @@ def test_the_handler_of_an_enclosing_run_comes_back():
     assert signal.getsignal(signal.SIGTERM) == before
 
 
+@pytest.mark.slow
 def test_a_part_that_may_not_be_interrupted_is_not_nor_are_those_in_it():
     signals = StopSignals("")
     try:
@@ -205,6 +212,7 @@ def test_a_part_that_may_not_be_interrupted_is_not_nor_are_those_in_it():
         signals.close()
 
 
+@pytest.mark.slow
 def test_a_thread_changes_no_handler_and_a_fork_ends_as_before(tmp_path):
     before = signal.getsignal(signal.SIGTERM)
     with ThreadPoolExecutor(1) as threads:
