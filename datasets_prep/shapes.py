@@ -15,7 +15,7 @@ NO_TEXTS = {"id", "ids", "model", "score", "system", "url"}  # words of columns 
 SPOKEN = re.compile(r"(^|\n|\|)\s*(human|user)\s*[:|].*\n\W*(assistant|bot|ai|gpt)\s*[:|]", re.IGNORECASE | re.DOTALL)
 ERRORS = {"error", "detail", "message", "status", "code", "statusCode", "success"}
 ANSWERS = {*SYNONYMS["completion"], "completion", "completions", "responses", "answers", "ref", "conversation"}
-PAIRS = "write prompt, chosen, rejected, as the file in howto/add_a_dataset.md does"
+PAIRS = "write prompt, chosen, rejected, as the example in howto/datasets.md does"
 
 
 # -------------------------------------------------------------------------------------------------------- recognisers

@@ -144,7 +144,7 @@ Next:
   python -m lightrlhf.plot --experiment_dir {ppo_dir}
   python -m lightrlhf.evaluate --model_name {sft_dir} {ppo_dir} --rm_experiment_dir {rm_dir} --temperature 0.7
   python -m datasets_prep.cafe.prepare_data --help      the data of this task, in other sizes and with other noise
-  howto/add_a_dataset.md                                your own data
+  howto/datasets.md                                     your own data
 """
 
 

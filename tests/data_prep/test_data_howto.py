@@ -1,4 +1,4 @@
-"""The page for a new dataset, followed to the letter by somebody with a tokenizer of their own."""
+"""The page on datasets, followed to the letter by somebody with a tokenizer of their own."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.data import gpt2_like
+from helpers.pages import blocks, commands_of
 
 from lightrlhf.cli.parser import parse
 from lightrlhf.sft import SFTArgs
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = (ROOT / "howto" / "add_a_dataset.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "howto" / "datasets.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.slow
-def test_add_a_dataset(tmp_path):
+def test_the_commands_of_the_page_prepare_data(tmp_path):
     files = re.findall(r"<!-- file: (\S+) -->\n```\w+\n(.*?)```", PAGE, re.DOTALL)
     for name, content in [*files, *re.findall(r"^cat > (\S+) <<'END'\n(.*?)^END\n", PAGE, re.DOTALL | re.MULTILINE)]:
         path = tmp_path / name
@@ -34,7 +35,8 @@ def test_add_a_dataset(tmp_path):
         (votes.parent / source.name).symlink_to(source)
     gpt2_like().save_pretrained(tmp_path / "tokenizer")
     environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
-    commands = re.findall(r"^python -m \S+ .*$", PAGE, re.MULTILINE)
+    bodies = [body for body, parse_only in blocks(PAGE, "bash") if not parse_only]
+    commands = [one.line for body in bodies for one in commands_of(body) if one.module]
     (training,) = [command for command in commands if "datasets_prep" not in command]
     assert len(commands) == 5 and parse(SFTArgs, shlex.split(training)[3:]).data_dir == "data/mine"
     for command in commands:

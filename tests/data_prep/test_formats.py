@@ -341,10 +341,10 @@ case("response.jsonl", [{"prompt": "Sky?", "response": "Blue."}, {"prompt": "Sky
      *[{"prompt": "Sky?", "columns": {name: "Blue."}, "notes": [f"{name} kept as a column: --columns completion={name} makes it the answer"]} for name in ("response", "label")])
 case("two_responses.jsonl", [{"prompt": "Sky?", "response_0": "Blue.", "response_1": "Red.", "better": 0}],
      {"prompt": "Sky?", "columns": {"response_0": "Blue.", "response_1": "Red.", "better": 0},
-      "notes": ["response_0 and response_1 kept as columns: for pairs write prompt, chosen, rejected, as the file in howto/add_a_dataset.md does"]})
+      "notes": ["response_0 and response_1 kept as columns: for pairs write prompt, chosen, rejected, as the example in howto/datasets.md does"]})
 case("ranked.jsonl", [{"prompt": "Sky?", "answers": ["Blue.", "Red."]}],
      {"prompt": "Sky?", "columns": {"answers": ["Blue.", "Red."]},
-      "notes": ["answers kept as a column: for pairs write prompt, chosen, rejected, as the file in howto/add_a_dataset.md does"]})
+      "notes": ["answers kept as a column: for pairs write prompt, chosen, rejected, as the example in howto/datasets.md does"]})
 case("list_cell.csv", [{"prompt": '["Sky?"]', "response_a": "Blue."}], "prompt is a list written as text")
 case("scored_side.jsonl", [{"prompt": "Sky?", "chosen": {"text": "Blue.", "score": 5}, "rejected": {"text": "Red.", "score": 1}}], "chosen is a JSON object, not a text")
 # end tokens

