@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from lightrlhf.cli.errors import UsageError, one_line_errors
 from lightrlhf.cli.fields import at_least, check_args, flag, random_seed
@@ -33,6 +33,7 @@ from lightrlhf.cli.paths import check_file
 from lightrlhf.data.responses import ROW, check_responses, read_responses
 from lightrlhf.data.splits import Row, save_split, split_by_hash
 from lightrlhf.data.tokens import marked_text
+from lightrlhf.data.types import Tokenizer
 from lightrlhf.models.loading import find_device
 from lightrlhf.models.names import resolve
 from lightrlhf.models.tokenizer import load_tokenizer, store_tokenizer
@@ -42,9 +43,6 @@ from lightrlhf.rewards.scorers import GroupScorer, with_rewards
 from lightrlhf.storage import destinations, jsonl, locks, results, run_dir, seals
 from lightrlhf.storage.writing import write_text, writing
 from lightrlhf.training.provenance import given_objects
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 CHUNK = 256  # prompts scored between two writes
 READ = ("prompt", "responses")  # of each row
@@ -228,7 +226,7 @@ def penalised(scores: Sequence[float | None], lengths: Sequence[int], penalty: f
 
 
 def choose_pairs(
-    args: AnnotateArgs, choose_type: str, rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase
+    args: AnnotateArgs, choose_type: str, rows: Sequence[Row], tokenizer: Tokenizer
 ) -> tuple[list[Row], Counter[str]]:
     """Preference rows, at most one per prompt, and the number of pairs and of each reason for having none.
 
@@ -266,7 +264,7 @@ def choose_pairs(
 
 
 def write_pairs(
-    args: AnnotateArgs, folder: Path, pairs: Sequence[Row], counts: Counter[str], tokenizer: PreTrainedTokenizerBase
+    args: AnnotateArgs, folder: Path, pairs: Sequence[Row], counts: Counter[str], tokenizer: Tokenizer
 ) -> str:
     """Write the splits, the tokenizer and the report into `folder`; returns a line on them.
 

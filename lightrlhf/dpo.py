@@ -23,7 +23,7 @@ import math
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,7 @@ from lightrlhf.cli.parser import parse
 from lightrlhf.data.batch import micro_batches, preference_batch
 from lightrlhf.data.rows import Given, Splits, load_rows
 from lightrlhf.data.splits import Row
+from lightrlhf.data.types import Tokenizer
 from lightrlhf.generation.held_out import HeldOut
 from lightrlhf.maths import preference, ranking
 from lightrlhf.maths.ops import wins
@@ -46,9 +47,6 @@ from lightrlhf.training import reference as scoring
 from lightrlhf.training.means import RunningMean
 from lightrlhf.training.run import Metrics, OnStep, Run
 from lightrlhf.training.start import Start, begin, check_texts
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +113,7 @@ def train(
     args: DPOArgs,
     *,
     policy: Any = None,
-    tokenizer: PreTrainedTokenizerBase | None = None,
+    tokenizer: Tokenizer | None = None,
     rows: Given | None = None,
     on_step: OnStep | None = None,
 ) -> Path:
@@ -155,7 +153,7 @@ def train(
 
 
 # ------------------------------------------------------------------------------------------------------------ data
-def load_pairs(args: DPOArgs, given: Given | None, tokenizer: PreTrainedTokenizerBase) -> Splits[Row]:
+def load_pairs(args: DPOArgs, given: Given | None, tokenizer: Tokenizer) -> Splits[Row]:
     """Pairs of both splits, truncated to `--max_length`, and notes on how many were truncated or left out."""
 
     def read(split: str, folder: str) -> tuple[list[Row], list[str]]:

@@ -21,7 +21,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,7 @@ from lightrlhf.cli.fields import at_least, check_args, positive
 from lightrlhf.cli.groups import ModelArgs, SamplingArgs
 from lightrlhf.cli.parser import parse
 from lightrlhf.data.batch import inference_batch_size
+from lightrlhf.data.types import PreTrainedModel
 from lightrlhf.generation import graphs
 from lightrlhf.generation.engine import no_gradients
 from lightrlhf.generation.slots import Slots
@@ -41,9 +42,6 @@ from lightrlhf.maths.head import head_logprobs, logit_rows
 from lightrlhf.models import forward, frozen, loading, lora, names, quantisation
 from lightrlhf.storage.results import print_table
 from lightrlhf.training.memory import FLOAT, GIB, MOMENTS, QUANTISED
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 UNITS = {"M": 1e6, "B": 1e9}
 MOST = 1024  # examples of a micro-batch

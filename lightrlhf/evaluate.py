@@ -26,7 +26,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -38,6 +38,7 @@ from lightrlhf.cli.lists import paths
 from lightrlhf.cli.parser import parse, to_dict
 from lightrlhf.cli.paths import check_file
 from lightrlhf.data import splits, tokens
+from lightrlhf.data.types import Tokenizer
 from lightrlhf.evaluation import answers, frame, harnesses, pairs, ranking, responses
 from lightrlhf.gguf.files import check_model_exists
 from lightrlhf.maths.preference import DIVERGENCES, REFERENCE_FREE
@@ -50,9 +51,6 @@ from lightrlhf.rewards.rewards import Rewards
 from lightrlhf.storage.destinations import check_output
 from lightrlhf.storage.results import cell, check_results, print_table, write_results
 from lightrlhf.storage.run_dir import is_experiment_dir, short_name, stored_arg
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 EVALUATED = "what is evaluated"
 OF_MODELS: dict[str, Any] = dict.fromkeys(  # flags of models that respond, which say nothing of a file
@@ -248,9 +246,7 @@ def evaluate_policy(
     return results, records
 
 
-def on_demonstrations(
-    args: EvaluateArgs, policy: Policy, data_dir: str, tokenizer: PreTrainedTokenizerBase
-) -> dict[str, Any]:
+def on_demonstrations(args: EvaluateArgs, policy: Policy, data_dir: str, tokenizer: Tokenizer) -> dict[str, Any]:
     """Perplexity and ROUGE on the data's demonstrations; empty without any."""
     if not Path(data_dir, f"finetune_{args.split}.pt").is_file():
         return {}
@@ -269,7 +265,7 @@ def on_pairs(
     policy: Policy,
     reference: Policy,
     data_dir: str,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
 ) -> dict[str, Any]:
     """Accuracy of a DPO or KTO policy's implicit reward on the data's pairs; empty without any."""
     has_reward = stored_arg(name, "program") in ("dpo", "kto") and stored_arg(name, "loss_type") not in REFERENCE_FREE

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -32,6 +32,7 @@ from lightrlhf.cli.hub import PACKAGE
 from lightrlhf.cli.parser import parse
 from lightrlhf.data import prompts, responses
 from lightrlhf.data.tokens import decode
+from lightrlhf.data.types import Tokenizer
 from lightrlhf.generation import engines, openai_client
 from lightrlhf.models.loading import find_device
 from lightrlhf.models.names import resolve
@@ -40,9 +41,6 @@ from lightrlhf.rewards import encoding, loading, scorers
 from lightrlhf.storage import destinations, jsonl, results, shards
 from lightrlhf.storage.jsonl import Row
 from lightrlhf.training import distributed
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 # flags that leave rows as they are
 NO_EFFECT = {"output_dir", "output_file", "accelerator", "devices", "temperatures", "verify", "dry_run"}
@@ -144,7 +142,7 @@ class Models(NamedTuple):
     """The sampler and the scorer."""
 
     engine: engines.Local | engines.Remote
-    tokenizer: PreTrainedTokenizerBase | None  # None where servers take and give texts alone
+    tokenizer: Tokenizer | None  # None where servers take and give texts alone
     scorer: scorers.GroupScorer | None
 
 
@@ -168,7 +166,7 @@ def answer(args: GenerateArgs, models: Models, rows: Sequence[Row]) -> Iterable[
 
 
 def scored(
-    args: GenerateArgs, rows: Sequence[Row], scorer: scorers.GroupScorer, tokenizer: PreTrainedTokenizerBase | None
+    args: GenerateArgs, rows: Sequence[Row], scorer: scorers.GroupScorer, tokenizer: Tokenizer | None
 ) -> list[Row]:
     """The rows with `rewards` and the best response; with `--ref_scores` also the rewards of the data's answers."""
     rows = [{**row, **best_of(row)} for row in scorers.with_rewards(rows, scorer)]

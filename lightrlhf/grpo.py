@@ -44,6 +44,7 @@ from lightrlhf.data.batch import Batch, Rollout, joined
 from lightrlhf.data.rows import Given, load_splits
 from lightrlhf.data.scores import Scores
 from lightrlhf.data.splits import Row
+from lightrlhf.data.types import PreTrainedModel, Tokenizer
 from lightrlhf.generation import rollout_metrics
 from lightrlhf.generation.rollout_sampler import RolloutSampler
 from lightrlhf.maths import float64, groups, ops, policy_losses, sampling_gap
@@ -57,8 +58,6 @@ from lightrlhf.training.run import Metrics, OnStep, Run
 from lightrlhf.training.start import begin, check_prompts
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
     from lightrlhf.models.roles import Policy
 
 FULL_TUNING_RATE = 5e-6  # with LoRA a learning rate below is too low: 10 times as much as for full tuning is usual
@@ -189,7 +188,7 @@ def train(
     args: GRPOArgs,
     *,
     policy: PreTrainedModel | Policy | None = None,
-    tokenizer: PreTrainedTokenizerBase | None = None,
+    tokenizer: Tokenizer | None = None,
     prompts: Given | None = None,
     reward: functions.RewardFunctions | None = None,
     on_step: OnStep | None = None,
@@ -242,7 +241,7 @@ def train(
     return run.finish()
 
 
-def load_actor(given: PreTrainedModel | Policy | None, args: GRPOArgs, tokenizer: PreTrainedTokenizerBase) -> Policy:
+def load_actor(given: PreTrainedModel | Policy | None, args: GRPOArgs, tokenizer: Tokenizer) -> Policy:
     """The policy that is trained; with LoRA a reward model may share its backbone."""
     return load_start(given, args, tokenizer, shares=args.strategy not in ("fsdp", "deepspeed"))
 

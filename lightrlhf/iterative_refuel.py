@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 
@@ -32,6 +32,7 @@ from lightrlhf.cli.fields import at_least, check_args, flag
 from lightrlhf.cli.groups import FrozenArgs
 from lightrlhf.cli.parser import parse
 from lightrlhf.data import batch, splits
+from lightrlhf.data.types import Tokenizer
 from lightrlhf.generation import dialogue_pairs, samplers, users
 from lightrlhf.generation.dialogue_pairs import INVALID_REWARD, SIDES, side_of
 from lightrlhf.generation.dialogues import Dialogue, User, as_row, load_dialogues, roll_out, score_turns, share_columns
@@ -44,9 +45,6 @@ from lightrlhf.storage.jsonl import Row
 from lightrlhf.training import iterated, iterated_dir, model_card, provenance
 from lightrlhf.training.iterated import Iterated, Iteration, Stage
 from lightrlhf.training.run import Metrics, OnStep
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 CHUNK = 256  # dialogues between two writes
 
@@ -142,9 +140,7 @@ def rows_of_stage(path: Path, stage: str, size: int | None = None) -> list[Row]:
     return rows
 
 
-def load_frozen(
-    args: IterativeRefuelArgs, source: str, tokenizer: PreTrainedTokenizerBase, rows: Sequence[Dialogue]
-) -> Policy:
+def load_frozen(args: IterativeRefuelArgs, source: str, tokenizer: Tokenizer, rows: Sequence[Dialogue]) -> Policy:
     """A policy in eval mode that knows the tokens of these dialogues."""
     frozen = FrozenArgs(trust_remote_code=args.trust_remote_code)
     policy = load_policy(source, frozen, tokenizer).eval().to(find_device(args.accelerator))

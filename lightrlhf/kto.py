@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,7 @@ from lightrlhf.cli.parser import parse
 from lightrlhf.data.batch import micro_batches, mismatched_rows, unpaired_batch
 from lightrlhf.data.rows import Given, Splits, load_rows
 from lightrlhf.data.splits import Row, longest_text
+from lightrlhf.data.types import Tokenizer
 from lightrlhf.generation.held_out import HeldOut
 from lightrlhf.maths.ops import wins
 from lightrlhf.maths.unpaired import UNPAIRED_LOSSES, Responses
@@ -43,9 +44,6 @@ from lightrlhf.training import reference as scoring
 from lightrlhf.training.means import RunningMean
 from lightrlhf.training.run import Metrics, OnStep, Run
 from lightrlhf.training.start import Start, begin, check_texts
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +69,7 @@ def train(
     args: KTOArgs,
     *,
     policy: Any = None,
-    tokenizer: PreTrainedTokenizerBase | None = None,
+    tokenizer: Tokenizer | None = None,
     rows: Given | None = None,
     on_step: OnStep | None = None,
 ) -> Path:
@@ -124,7 +122,7 @@ def middle(good: RunningMean, bad: RunningMean) -> float:
 
 
 # ------------------------------------------------------------------------------------------------------------ data
-def load_responses(args: KTOArgs, given: Given | None, tokenizer: PreTrainedTokenizerBase) -> Splits[Row]:
+def load_responses(args: KTOArgs, given: Given | None, tokenizer: Tokenizer) -> Splits[Row]:
     """Labelled responses of both splits, truncated to `--max_length`, with notes on that and on their balance."""
 
     def read(split: str, folder: str) -> tuple[list[Row], list[str]]:

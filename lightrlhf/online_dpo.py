@@ -23,7 +23,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 
@@ -35,6 +35,7 @@ from lightrlhf.cli.groups import FrozenArgs, RewardArgs, SamplingArgs, ServerArg
 from lightrlhf.cli.parser import parse
 from lightrlhf.data import batch, responses, schema, splits, tokens
 from lightrlhf.data.rows import Given, load_rows
+from lightrlhf.data.types import Tokenizer
 from lightrlhf.evaluation import answers
 from lightrlhf.gguf import files
 from lightrlhf.maths import ops, preference
@@ -47,9 +48,6 @@ from lightrlhf.storage.jsonl import Row
 from lightrlhf.training import iterated, iterated_dir, launch, provenance, rollout_log
 from lightrlhf.training.iterated import Iterated, Iteration, Stage
 from lightrlhf.training.run import Metrics, OnStep
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 
 def check_responder(name: str, flag: str) -> None:
@@ -233,7 +231,7 @@ def learn(it: Iteration[OnlineDPOArgs]) -> None:
         iterated.train_policy(it, dpo.train, dpo.DPOArgs, **changes)
 
 
-def write_best(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+def write_best(folder: Path, tokenizer: Tokenizer) -> None:
     """Write the best response to each prompt to `pairs/finetune_train.pt`, and the counts to the pairs' report.
 
     A prompt whose scores are all equal has no best response, be they all wrong, and is left out.

@@ -16,7 +16,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,7 @@ from lightrlhf.cli.parser import parse
 from lightrlhf.data.batch import dialogue_pair_batch, mix_seed
 from lightrlhf.data.rows import Splits
 from lightrlhf.data.splits import check_vocabulary
+from lightrlhf.data.types import Tokenizer
 from lightrlhf.generation import dialogue_pairs, samplers, users
 from lightrlhf.generation import dialogues as talks
 from lightrlhf.generation.dialogues import Dialogue, DialogueArgs, User
@@ -39,9 +40,6 @@ from lightrlhf.training import reference as scoring
 from lightrlhf.training import rollout_log
 from lightrlhf.training.run import Metrics, OnStep, Run
 from lightrlhf.training.start import begin
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 GAP = ("sampling/kl", "sampling/ratio_max")  # between servers and trainer, of the first replies of a step
 
@@ -71,7 +69,7 @@ def train(
     args: OnlineRefuelArgs,
     *,
     policy: Any = None,
-    tokenizer: PreTrainedTokenizerBase | None = None,
+    tokenizer: Tokenizer | None = None,
     dialogues: Mapping[str, Sequence[Dialogue]] | None = None,
     user: User | None = None,
     reward: functions.RewardFunctions | None = None,
@@ -125,7 +123,7 @@ def train(
 
 # ------------------------------------------------------------------------------------------------------------ data
 def load_splits(
-    args: OnlineRefuelArgs, dialogues: Mapping[str, Sequence[Dialogue]] | None, tokenizer: PreTrainedTokenizerBase
+    args: OnlineRefuelArgs, dialogues: Mapping[str, Sequence[Dialogue]] | None, tokenizer: Tokenizer
 ) -> Splits[Dialogue]:
     """The dialogues of both splits, given ones or `--data_dir`'s, with the same columns."""
     if dialogues is None:
@@ -171,7 +169,7 @@ class DialogueSampler:
     run: Run[OnlineRefuelArgs]
     model: nn.Module
     user: User
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: Tokenizer
     served: samplers.ServedSampler | None
 
     def roll_out(self, starts: Sequence[Dialogue], ends: Sequence[int], key: int) -> list[Dialogue]:
@@ -234,7 +232,7 @@ def make_pairs(
 
 def log_sides(
     run: Run[OnlineRefuelArgs],
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
     turns: Sequence[int],
     sides: Sequence[Sequence[Dialogue]],
     scores: Sequence[float | None],

@@ -26,7 +26,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +39,7 @@ from lightrlhf.data.batch import Batch, Rollout, inference_batches
 from lightrlhf.data.macro_parsers import Parser, check_parser, make_parser, parsed_segments
 from lightrlhf.data.rows import Given, Row, load_splits
 from lightrlhf.data.scores import Scores
+from lightrlhf.data.types import PreTrainedModel, Tokenizer
 from lightrlhf.generation import rollout_metrics
 from lightrlhf.generation.rollout_sampler import RolloutSampler
 from lightrlhf.maths import macro_actions, ops, sampling_gap
@@ -50,9 +51,6 @@ from lightrlhf.rewards.rewards import Rewards
 from lightrlhf.training.rollout_log import log_rollouts
 from lightrlhf.training.run import Metrics, OnStep, Run
 from lightrlhf.training.start import begin, check_prompts
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,7 +165,7 @@ def train(
     args: PPOArgs,
     *,
     policy: PreTrainedModel | Policy | None = None,
-    tokenizer: PreTrainedTokenizerBase | None = None,
+    tokenizer: Tokenizer | None = None,
     prompts: Given | None = None,
     reward: functions.RewardFunctions | None = None,
     on_step: OnStep | None = None,
@@ -223,15 +221,13 @@ def train(
     return run.finish()
 
 
-def load_actor(start: PreTrainedModel | Policy | None, args: PPOArgs, tokenizer: PreTrainedTokenizerBase) -> Policy:
+def load_actor(start: PreTrainedModel | Policy | None, args: PPOArgs, tokenizer: Tokenizer) -> Policy:
     """The policy that is trained; with LoRA critic, reference and reward model may share its backbone."""
     shares = args.share_backbone and args.strategy not in ("fsdp", "deepspeed")
     return given.load_start(start, args, tokenizer, shares)
 
 
-def load_critic(
-    args: PPOArgs, tokenizer: PreTrainedTokenizerBase, policy: Policy, is_given: bool = False
-) -> ScalarModel:
+def load_critic(args: PPOArgs, tokenizer: Tokenizer, policy: Policy, is_given: bool = False) -> ScalarModel:
     """A critic that starts from the reward model, head included, or from the policy with a new head."""
     reward_model = args.rm_experiment_dir if args.critic_init != "policy" else None
     if is_given and not reward_model:

@@ -23,7 +23,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,7 @@ from lightrlhf.cli.groups import EvalArgs, RolloutLogArgs, RolloutServerArgs, St
 from lightrlhf.cli.lists import pairs
 from lightrlhf.cli.parser import parse
 from lightrlhf.data.batch import Batch
+from lightrlhf.data.types import PreTrainedModel, Tokenizer
 from lightrlhf.envs import TextEnv, check_option, curriculum, make_env, read_options
 from lightrlhf.envs.agents import ActingArgs, ModelAgent, load_reflector, num_choices
 from lightrlhf.envs.episodes import Episode, PlayedBatch, Replay, play
@@ -48,9 +49,6 @@ from lightrlhf.models.tokenizer import load_tokenizer
 from lightrlhf.models.value_head import ValueHead
 from lightrlhf.training.provenance import given_objects
 from lightrlhf.training.run import Metrics, OnStep, Run
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 MAX_REPLAY_WEIGHT = 2.0  # of a replayed decision
 
@@ -164,7 +162,7 @@ def train(
     args: ReflectRLArgs,
     *,
     policy: PreTrainedModel | Policy | None = None,
-    tokenizer: PreTrainedTokenizerBase | None = None,
+    tokenizer: Tokenizer | None = None,
     envs: Sequence[TextEnv] | Callable[[], TextEnv] | None = None,
     on_step: OnStep | None = None,
 ) -> Path:
@@ -234,7 +232,7 @@ def load_agent(
     run: Run[ReflectRLArgs],
     num_labels: int,
     start: PreTrainedModel | Policy | None,
-    tokenizer: PreTrainedTokenizerBase | None,
+    tokenizer: Tokenizer | None,
 ) -> ModelAgent:
     """The policy that is trained, from `start` if it is given, with the frozen reflector if there is one."""
     args, num_slots = run.args, run.args.rollout_mini_batch_size

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -34,6 +34,7 @@ from lightrlhf.data.batch import dialogue_pair_batch, micro_batch_indices, numbe
 from lightrlhf.data.rows import Given, Splits, load_rows
 from lightrlhf.data.splits import Row
 from lightrlhf.data.tokens import decode
+from lightrlhf.data.types import Tokenizer
 from lightrlhf.generation.engine import generate
 from lightrlhf.models.given import load_start
 from lightrlhf.models.loading import find_device
@@ -44,9 +45,6 @@ from lightrlhf.training import reference as scoring
 from lightrlhf.training.rollout_log import log_samples, rollout_row
 from lightrlhf.training.run import Metrics, OnStep, Run
 from lightrlhf.training.start import Start, begin, check_texts
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 SIDES = ("chosen", "rejected")
 
@@ -133,7 +131,7 @@ def train(
     args: RefuelArgs,
     *,
     policy: Any = None,
-    tokenizer: PreTrainedTokenizerBase | None = None,
+    tokenizer: Tokenizer | None = None,
     rows: Given | None = None,
     on_step: OnStep | None = None,
 ) -> Path:
@@ -166,7 +164,7 @@ def train(
 
 
 # ------------------------------------------------------------------------------------------------------------ data
-def load_pairs(args: RefuelArgs, given: Given | None, tokenizer: PreTrainedTokenizerBase) -> Splits[Row]:
+def load_pairs(args: RefuelArgs, given: Given | None, tokenizer: Tokenizer) -> Splits[Row]:
     """Pairs of dialogues, of the validation split where there is one."""
     rows = load_rows("refuel", "train", args.data_dir, given, tokenizer, args.verify)
     has_validation = given is not None or (Path(args.data_dir) / "refuel_validation.pt").is_file()
@@ -250,9 +248,7 @@ def validate(run: Run[RefuelArgs], model: nn.Module, pairs: Pairs, pad_id: int) 
     return mean_metrics("val/", (sums / len(pairs.rows)).tolist())
 
 
-def log_replies(
-    run: Run[Any], policy: Policy, rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, split: str
-) -> None:
+def log_replies(run: Run[Any], policy: Policy, rows: Sequence[Row], tokenizer: Tokenizer, split: str) -> None:
     """Keep a new reply to the prefix of each row, beside the pair's; the noise is always the same."""
     samples, ends = [], end_ids(tokenizer, policy.model)
     with unsharded(policy):  # once, for ranks may have different numbers of rows

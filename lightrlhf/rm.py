@@ -23,7 +23,7 @@ import functools
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +37,7 @@ from lightrlhf.data.mixtures import interleave
 from lightrlhf.data.rows import Given, Splits, load_sets
 from lightrlhf.data.splits import NoValidation, Row
 from lightrlhf.data.tokens import pair_rows
+from lightrlhf.data.types import PreTrainedModel, Tokenizer
 from lightrlhf.maths.float64 import float64_device, to_float64
 from lightrlhf.maths.ops import masked_mean, preference_loss, wins
 from lightrlhf.models.forward import inference
@@ -49,9 +50,6 @@ from lightrlhf.models.tokenizer import check_stored_ids
 from lightrlhf.rewards.loading import STATISTICS
 from lightrlhf.training.run import Metrics, OnStep, Run
 from lightrlhf.training.start import begin, check_texts
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 MOST_FOR_STATISTICS = 256  # training pairs whose scores are standardised by, where no validation pairs are given
 
@@ -133,7 +131,7 @@ def train(
     args: RMArgs,
     *,
     policy: Any = None,
-    tokenizer: PreTrainedTokenizerBase | None = None,
+    tokenizer: Tokenizer | None = None,
     rows: Given | None = None,
     on_step: OnStep | None = None,
 ) -> Path:
@@ -165,7 +163,7 @@ def train(
 
 
 # ----------------------------------------------------------------------------------------------- data and the model
-def load_comparisons(args: RMArgs, given: Given | None, tokenizer: PreTrainedTokenizerBase) -> Splits[Row]:
+def load_comparisons(args: RMArgs, given: Given | None, tokenizer: Tokenizer) -> Splits[Row]:
     """Preference pairs of both splits; for `--loss_type pair` as texts that hold both responses.
 
     A reward model is saved with statistics of its scores, so there are validation pairs in any case.
@@ -185,9 +183,7 @@ def load_comparisons(args: RMArgs, given: Given | None, tokenizer: PreTrainedTok
     return Splits(sets, validation, notes)
 
 
-def load_reward_model(
-    policy: PreTrainedModel | Policy | None, args: RMArgs, tokenizer: PreTrainedTokenizerBase
-) -> ScalarModel:
+def load_reward_model(policy: PreTrainedModel | Policy | None, args: RMArgs, tokenizer: Tokenizer) -> ScalarModel:
     """A model with a new scalar head, on the given policy or the one that flags name."""
     if args.resume_from:
         check_stored_ids(tokenizer, args.data_dir, args.resume_from)

@@ -14,7 +14,7 @@ import math
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -25,15 +25,13 @@ from lightrlhf.cli.parser import parse
 from lightrlhf.data.batch import finetune_batch, micro_batches
 from lightrlhf.data.rows import Given, load_splits
 from lightrlhf.data.splits import Row
+from lightrlhf.data.types import Tokenizer
 from lightrlhf.generation.held_out import HeldOut
 from lightrlhf.models.forward import inference
 from lightrlhf.models.given import load_start
 from lightrlhf.models.roles import TokenStats, policy_inputs
 from lightrlhf.training.run import Metrics, OnStep, Run
 from lightrlhf.training.start import begin, check_texts
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +62,7 @@ def train(
     args: SFTArgs,
     *,
     policy: Any = None,
-    tokenizer: PreTrainedTokenizerBase | None = None,
+    tokenizer: Tokenizer | None = None,
     rows: Given | None = None,
     on_step: OnStep | None = None,
 ) -> Path:

@@ -18,16 +18,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightrlhf.cpu.cache import Attention, RaggedLayer, has_fast_sums
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+from lightrlhf.data.types import PreTrainedModel
 
 ARCHITECTURES = {"Llama", "Mistral", "Qwen2", "Qwen3"}  # until the engine's trial finds other log-probabilities
 PLAIN = {"Linear", "HeldLinear", "Embedding", "HeldEmbedding"}  # layers, torch's and those held in bfloat16

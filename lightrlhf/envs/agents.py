@@ -14,7 +14,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ from lightrlhf.cli.fields import at_least, between, flag
 from lightrlhf.cli.groups import DecodingArgs, FrozenArgs, SamplingArgs
 from lightrlhf.data.batch import inference_batch_size, response_batch
 from lightrlhf.data.tokens import decode, encode_prompt
+from lightrlhf.data.types import Tokenizer
 from lightrlhf.envs import TextEnv, prompts
 from lightrlhf.envs.episodes import Decision, Episode, PlayedBatch, Seat, allowed_labels, decision_batch
 from lightrlhf.generation.engine import Completions, generate, no_gradients
@@ -39,9 +40,6 @@ from lightrlhf.models.roles import Policy, policy_inputs
 from lightrlhf.models.tokenizer import end_ids, load_tokenizer
 from lightrlhf.training.run import Run
 from lightrlhf.training.start_check import check_start
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 MAX_CACHED = 100_000  # comments, and encoded prompts
 
@@ -88,7 +86,7 @@ ACTING_FLAGS = {one.name for one in dataclasses.fields(ActingArgs)}
 class Reflector:
     """A frozen model that comments on observations. Greedy comments are generated once per prompt and cached."""
 
-    def __init__(self, policy: Policy, tokenizer: PreTrainedTokenizerBase, args: ActingArgs, num_slots: int) -> None:
+    def __init__(self, policy: Policy, tokenizer: Tokenizer, args: ActingArgs, num_slots: int) -> None:
         self.policy, self.tokenizer, self.num_slots = policy, tokenizer, num_slots
         self.args = DecodingArgs(
             max_new_tokens=args.reflect_max_new_tokens,
@@ -134,7 +132,7 @@ class ModelAgent:
     def __init__(
         self,
         policy: Policy,
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: Tokenizer,
         args: ActingArgs,
         num_choices: int,
         batch_size: int,

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
 from lightrlhf.data.splits import Row
+from lightrlhf.data.types import Tokenizer
 from lightrlhf.envs.episodes import Episode, PlayedBatch, rates_by_level
 from lightrlhf.storage.writing import write_text
 from lightrlhf.training.rollout_log import append_rollouts, num_logged, rollout_row, writing_rollouts
 from lightrlhf.training.run import Metrics, Run
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 NUM_STORIES = 4  # of an evaluation
 
@@ -23,7 +21,7 @@ def log_episodes(
     run: Run[Any],
     episodes: Sequence[Episode],
     played: PlayedBatch,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
     group_size: int,
     log_ratio: Tensor | None,
     **columns: Tensor,
@@ -46,9 +44,7 @@ def log_episodes(
         append_rollouts(run, rows)
 
 
-def episode_row(
-    episode: Episode, tokenizer: PreTrainedTokenizerBase, group: int, numbers: dict[str, list[list[float]]]
-) -> Row:
+def episode_row(episode: Episode, tokenizer: Tokenizer, group: int, numbers: dict[str, list[list[float]]]) -> Row:
     """An episode as a row of `rollouts.jsonl`; numbers: for each decision one, or one of each token of its action."""
     shown = [[], *(one.prompt_ids for one in episode.decisions[1:])]
     acted = [one.response_ids for one in episode.decisions]

@@ -21,16 +21,13 @@ from __future__ import annotations
 import random
 import string
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from lightrlhf.cli.errors import RunFailure, UsageError
 from lightrlhf.data.tokens import encode_response
+from lightrlhf.data.types import Tokenizer
 from lightrlhf.envs import Info
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 ANALYZE, CHOOSE, ACTION = "# Analyze:", "# Choose:", "# Action:"
 # Single characters first: they are one token in nearly every tokenizer, "10" to "199" only in some.
@@ -68,7 +65,7 @@ def action_of(label: str, info: Info, labels: Sequence[str]) -> str | None:
     return info["admissible"][labels.index(label)] if label in labels else None
 
 
-def label_ids(tokenizer: PreTrainedTokenizerBase, labels: Sequence[str]) -> list[int]:
+def label_ids(tokenizer: Tokenizer, labels: Sequence[str]) -> list[int]:
     """The token id of each label at the beginning of a response.
 
     Raises: UsageError when a label is not a single token, or two labels are the same token.

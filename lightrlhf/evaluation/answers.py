@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -12,12 +12,10 @@ from lightrlhf.cli.groups import DecodingArgs, SamplingArgs
 from lightrlhf.data.batch import Rollout, finetune_batch, micro_batches, seeded_noise
 from lightrlhf.data.splits import Row, check_vocabulary, first_answer
 from lightrlhf.data.tokens import decode
+from lightrlhf.data.types import Tokenizer
 from lightrlhf.generation.rollout import generate_rollout
 from lightrlhf.models.roles import Policy, policy_inputs, vocabulary_size
 from lightrlhf.rewards.scorers import device_of
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 
 def respond(
@@ -25,7 +23,7 @@ def respond(
     policy: Policy,
     reference: Policy,
     rows: list[Row],
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
     seed: int,
     batch_size: int,
 ) -> Rollout:
@@ -47,7 +45,7 @@ def perplexity(policy: Policy, rows: list[Row], pad_id: int, batch_size: int) ->
 
 
 def rouge(
-    args: DecodingArgs, policy: Policy, rows: list[Row], tokenizer: PreTrainedTokenizerBase, seed: int, batch_size: int
+    args: DecodingArgs, policy: Policy, rows: list[Row], tokenizer: Tokenizer, seed: int, batch_size: int
 ) -> dict[str, float]:
     """ROUGE-1, -2 and -L (F1, torchmetrics) of responses against the demonstrations."""
     from torchmetrics.text.rouge import ROUGEScore

@@ -18,20 +18,18 @@ import shlex
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.data.splits import Row
 from lightrlhf.data.tokens import decode, encode_prompt, spelled_control
+from lightrlhf.data.types import Tokenizer
 from lightrlhf.evaluation.answers import respond
 from lightrlhf.evaluation.subjects import Subject, Written
 from lightrlhf.storage.jsonl import write_jsonl
 from lightrlhf.storage.writing import write_text
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 
 class Benchmark(NamedTuple):
@@ -124,7 +122,7 @@ def respond_by_turn(subject: Subject, asked: Sequence[Sequence[str]]) -> list[li
     return said
 
 
-def prompt_row(tokenizer: PreTrainedTokenizerBase, asked: Sequence[str], said: Sequence[str], where: str) -> Row:
+def prompt_row(tokenizer: Tokenizer, asked: Sequence[str], said: Sequence[str], where: str) -> Row:
     """The prompt of a user's last turn, after the turns before it."""
     where = f"--harness_questions: {where}"
     if tokenizer.chat_template:

@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 
@@ -19,15 +19,13 @@ from lightrlhf.cli.groups import DecodingArgs, DryRunArgs, FrozenArgs, SealArgs
 from lightrlhf.cli.lists import paths
 from lightrlhf.cli.parser import to_dict
 from lightrlhf.cli.paths import check_folder
+from lightrlhf.data.types import Tokenizer
 from lightrlhf.gguf.files import check_model_exists
 from lightrlhf.models.loading import find_device, load_policy
 from lightrlhf.models.roles import Policy
 from lightrlhf.models.tokenizer import load_tokenizer
 from lightrlhf.storage.results import write_results
 from lightrlhf.storage.run_dir import data_dir_of, is_experiment_dir, pretrained_model
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 OwnArgs = TypeVar("OwnArgs", bound="EvaluationArgs")
 
@@ -79,16 +77,14 @@ def first_rows(args: OwnArgs, size: int) -> OwnArgs:
     return dataclasses.replace(args, num_samples=min(args.num_samples or size, size)) if args.dry_run else args
 
 
-def load_frozen(
-    name: str, tokenizer: PreTrainedTokenizerBase, device: torch.device, flag: str = "--model_name"
-) -> Policy:
+def load_frozen(name: str, tokenizer: Tokenizer, device: torch.device, flag: str = "--model_name") -> Policy:
     """A language model that is not trained. Raises: UsageError naming `flag`."""
     return load_policy(name, FrozenArgs(), tokenizer, flag).requires_grad_(False).eval().to(device)
 
 
 def load_evaluated(
     args: PolicyEvaluationArgs, name: str, data_dir: str, device: torch.device
-) -> tuple[Policy, PreTrainedTokenizerBase]:
+) -> tuple[Policy, Tokenizer]:
     """A language model and its tokenizer. Raises: UsageError."""
     tokenizer = load_tokenizer(data_dir, name, verify=args.verify)
     return load_frozen(name, tokenizer, device), tokenizer

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from lightrlhf.data.splits import Row, load_split
+from lightrlhf.data.types import Tokenizer
 from lightrlhf.evaluation.frame import PolicyEvaluationArgs
 from lightrlhf.storage.run_dir import short_name
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +20,7 @@ class Subject:
     name: str  # experiment dir, checkpoint or model folder, as given
     source: str  # folder of the checkpoint, or hub id
     model: Any  # Policy, or ScalarModel for rewardbench
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: Tokenizer
     data_dir: str
     folder: Path  # of the files that are written
     questions: list[Row]  # of the user's own file; empty without one

@@ -18,12 +18,13 @@ import json
 import shlex
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.data.splits import Row, check_vocabulary, load_prompts
+from lightrlhf.data.types import Tokenizer
 from lightrlhf.evaluation.answers import perplexity, respond
 from lightrlhf.evaluation.pairs import likelihoods
 from lightrlhf.evaluation.subjects import Subject, Written
@@ -35,9 +36,6 @@ from lightrlhf.rewards.functions import ANSWERS
 from lightrlhf.rewards.scorers import device_of
 from lightrlhf.storage.jsonl import write_jsonl
 from lightrlhf.storage.writing import write_text
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 LM_EVAL_TASK = """\
 task: lightrlhf_{task}
@@ -109,7 +107,7 @@ INSPECT_MODEL = {
 
 
 # ------------------------------------------------------------------------------------------------------------ tasks
-def demonstration_documents(tokenizer: PreTrainedTokenizerBase, row: Row) -> list[Row] | None:
+def demonstration_documents(tokenizer: Tokenizer, row: Row) -> list[Row] | None:
     """A document for each answer of a demonstration; None when the text of one has other ids."""
     ids = torch.as_tensor(row["input_ids"]).tolist()
     documents: list[Row] = []
@@ -122,7 +120,7 @@ def demonstration_documents(tokenizer: PreTrainedTokenizerBase, row: Row) -> lis
     return documents
 
 
-def pair_documents(tokenizer: PreTrainedTokenizerBase, row: Row) -> list[Row] | None:
+def pair_documents(tokenizer: Tokenizer, row: Row) -> list[Row] | None:
     """A document of a preference pair, the chosen response first; None when a text has other ids."""
     sides = [torch.as_tensor(row[f"{side}_input_ids"]).tolist() for side in ("chosen", "rejected")]
     chosen, rejected = (split_text(tokenizer, ids, row["prompt_len"]) for ids in sides)
@@ -131,7 +129,7 @@ def pair_documents(tokenizer: PreTrainedTokenizerBase, row: Row) -> list[Row] | 
     )
 
 
-def answer_documents(tokenizer: PreTrainedTokenizerBase, row: Row) -> list[Row] | None:
+def answer_documents(tokenizer: Tokenizer, row: Row) -> list[Row] | None:
     """A document of a prompt and its answer; None when the prompt's text has other ids."""
     prompt = text_of(tokenizer, torch.as_tensor(row["input_ids"]).tolist())
     return [{"prompt": prompt, "answer": answer_of(row)}] if prompt else None
@@ -167,7 +165,7 @@ class Task(NamedTuple):
     """A task of lm-eval, and the figure it should find."""
 
     rows: Callable[[Subject], list[Row]]
-    documents: Callable[[PreTrainedTokenizerBase, Row], list[Row] | None]  # of a row; None leaves it out
+    documents: Callable[[Tokenizer, Row], list[Row] | None]  # of a row; None leaves it out
     scoring: str  # the part of the YAML file that is the task's own
     measure: Callable[[Subject, list[Row]], float]
 

@@ -11,18 +11,16 @@ Left out: repairing such rows, whose response begins within a token, or whose co
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from lightrlhf.data.schema import IGNORE_INDEX
 from lightrlhf.data.splits import Row
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from lightrlhf.data.types import Tokenizer
 
 
-def text_of(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str | None:
+def text_of(tokenizer: Tokenizer, ids: Sequence[int]) -> str | None:
     """The text of ids with their control tokens, None where its tokenisation gives other ids."""
     text = str(tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
     return text if _ids_of(tokenizer, text) == list(ids) else None
@@ -36,7 +34,7 @@ class Split(NamedTuple):
     response: str
 
 
-def split_text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], start: int) -> Split | None:
+def split_text(tokenizer: Tokenizer, ids: Sequence[int], start: int) -> Split | None:
     """The texts of ids up to `start` and from there on, None where lm-eval would read other ids.
 
     It tokenises prompt and response as one and counts what is behind as many ids as the prompt alone has. White space
@@ -65,6 +63,6 @@ def target_spans(row: Row) -> Iterator[tuple[int, int]]:
             start = None
 
 
-def _ids_of(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+def _ids_of(tokenizer: Tokenizer, text: str) -> list[int]:
     # Raw text: texts of ids, to see that a harness reads the same ids.
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])

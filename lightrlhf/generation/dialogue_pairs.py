@@ -13,7 +13,7 @@ import functools
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 
@@ -21,14 +21,12 @@ from lightrlhf.cli.fields import at_least
 from lightrlhf.cli.groups import RunArgs, SamplingArgs
 from lightrlhf.data.batch import epoch_order, mix_seed
 from lightrlhf.data.splits import Row, split_by_hash
+from lightrlhf.data.types import Tokenizer
 from lightrlhf.generation.dialogues import Dialogue, DialogueArgs, User, as_row, from_row, roll_out
 from lightrlhf.generation.samplers import Sampler
 from lightrlhf.generation.users import UserArgs
 from lightrlhf.models.roles import Policy
 from lightrlhf.training.rollout_log import rollout_row
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 SIDES = ("first", "second")
 INVALID_REWARD = -99999.0  # in place of a score that the scorer did not give
@@ -74,7 +72,7 @@ def sample_turn(args: PairArgs, index: int, num_turns: int, num_prefixes: int) -
 def branch(
     args: PairArgs,
     policy: Policy,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
     user: User,
     sample: Sampler | None,
     rows: Sequence[Dialogue],
@@ -146,7 +144,7 @@ def turn_row(chosen: Dialogue, rejected: Dialogue, turn: int) -> Row:
 
 
 def turn_rollout(
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
     side: Dialogue,
     turn: int,
     group: int,

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -25,13 +25,11 @@ from lightrlhf.data.rendering import render
 from lightrlhf.data.splits import Row, load_split
 from lightrlhf.data.tokens import decode, encode_text
 from lightrlhf.data.turn_ends import turn_end
+from lightrlhf.data.types import Tokenizer
 from lightrlhf.generation.samplers import Sampler, local_sampler
 from lightrlhf.models.roles import Policy
 from lightrlhf.rewards.encoding import Messages, Sample
 from lightrlhf.rewards.scorers import GroupScorer
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,7 +140,7 @@ def share_columns(dialogues: Mapping[str, Sequence[Dialogue]]) -> dict[str, list
     return {split: [replace(one, columns=names | one.columns) for one in ones] for split, ones in dialogues.items()}
 
 
-def user_turn_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+def user_turn_ids(tokenizer: Tokenizer, text: str) -> list[int]:
     """Ids between two assistant turns: what the template writes after the token that ends a turn, with the message.
 
     Found by rendering a short exchange with and without the message, so that earlier turns are never rendered again.
@@ -180,7 +178,7 @@ def max_positions(policy: Policy) -> float:
 
 def roll_out(
     policy: Policy,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
     dialogues: Sequence[Dialogue],
     num_turns: int | Sequence[int],
     user: User,

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from torch import Tensor
 from lightrlhf import cpu
 from lightrlhf.cli.errors import UsageError, first_line
 from lightrlhf.cli.groups import SamplingArgs
+from lightrlhf.data.types import PreTrainedModel, Tokenizer
 from lightrlhf.generation.graphs import DEVICES, note, slots_type
 from lightrlhf.generation.prefix_cache import CachedPrefix, make_cache, unsupported
 from lightrlhf.generation.sampling import check_sampled, first_stop
@@ -30,9 +31,6 @@ from lightrlhf.models.forward import inference
 from lightrlhf.models.frozen import activation_dtype
 from lightrlhf.models.probes import check_room
 from lightrlhf.models.roles import Policy
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 FLASH = "flash_attention_2"
 STEPS_BETWEEN_CHECKS = {"cpu": 1}  # of ended rows; elsewhere LATE_STEPS, since a check synchronises
@@ -54,7 +52,7 @@ def generate(
     eos_ids: Sequence[int],
     uniforms: Tensor,
     num_slots: int = 64,
-    tokenizer: PreTrainedTokenizerBase | None = None,
+    tokenizer: Tokenizer | None = None,
     prefixes: list[CachedPrefix | None] | None = None,
     allowed: Sequence[int] | None = None,
     before_step: Callable[[], None] | None = None,
@@ -86,7 +84,7 @@ def generate_steps(
     args: SamplingArgs,
     eos_ids: Sequence[int],
     uniforms: Tensor,
-    tokenizer: PreTrainedTokenizerBase | None = None,
+    tokenizer: Tokenizer | None = None,
     allowed: Sequence[int] | None = None,
 ) -> Iterator[Completions]:
     """Streaming `generate` for one prompt: yields after each token; the last item equals `generate`.
@@ -109,7 +107,7 @@ def generate_steps(
         yield completions_of(slots, eos_ids, tokenizer)
 
 
-def completions_of(slots: Slots, eos_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase | None) -> Completions:
+def completions_of(slots: Slots, eos_ids: Sequence[int], tokenizer: Tokenizer | None) -> Completions:
     """The responses sampled so far, cut after a stop string.
 
     Raises: NotFinite naming the model and the prompts, when it gave logits that are not finite.
@@ -126,9 +124,7 @@ def completions_of(slots: Slots, eos_ids: Sequence[int], tokenizer: PreTrainedTo
     return Completions(responses, logprobs, truncated, removed / sum(map(len, responses)))
 
 
-def decode_all(
-    slots: Slots, tokenizer: PreTrainedTokenizerBase | None, before_step: Callable[[], None] | None = None
-) -> Slots:
+def decode_all(slots: Slots, tokenizer: Tokenizer | None, before_step: Callable[[], None] | None = None) -> Slots:
     """Step until every row has ended, refilling idle slots with waiting rows; before_step: see `generate`."""
     slots.admit(torch.arange(len(slots.row), device=slots.device))
     check_every = min(STEPS_BETWEEN_CHECKS.get(slots.device.type, LATE_STEPS), slots.args.max_new_tokens)

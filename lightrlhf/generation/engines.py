@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -22,15 +22,13 @@ from lightrlhf.data.batch import mix_seed, seeded_noise
 from lightrlhf.data.prompts import ids_of_prompt, with_text
 from lightrlhf.data.splits import check_vocabulary
 from lightrlhf.data.tokens import adds_bos, decode
+from lightrlhf.data.types import Tokenizer
 from lightrlhf.generation.openai_client import RemoteArgs, Servers
 from lightrlhf.generation.samplers import Sampler, ServedSampler, local_sampler
 from lightrlhf.models.loading import load_policy
 from lightrlhf.models.probes import check_room
 from lightrlhf.models.roles import vocabulary_size
 from lightrlhf.storage.jsonl import Row
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +58,7 @@ class EngineArgs(DecodingArgs, RemoteArgs, ServerArgs):
 class Local:
     """The generation engine of this process."""
 
-    def __init__(self, args: EngineArgs, tokenizer: PreTrainedTokenizerBase, device: torch.device) -> None:
+    def __init__(self, args: EngineArgs, tokenizer: Tokenizer, device: torch.device) -> None:
         self.tokenizer = tokenizer
         models = FrozenArgs(trust_remote_code=args.trust_remote_code)
         self.policy = load_policy(args.model_name, models, tokenizer).eval().to(device)
@@ -99,7 +97,7 @@ class Local:
 class Served(Local):
     """Rollout servers, which are given the weights of the model of this process."""
 
-    def __init__(self, args: EngineArgs, tokenizer: PreTrainedTokenizerBase, device: torch.device) -> None:
+    def __init__(self, args: EngineArgs, tokenizer: Tokenizer, device: torch.device) -> None:
         super().__init__(args, tokenizer, device)
         self.served = ServedSampler(args, self.policy, tokenizer)
 
@@ -114,7 +112,7 @@ class Served(Local):
 class Remote:
     """OpenAI-compatible servers; tokenizer: of prompts that are ids, None where all are texts or messages."""
 
-    def __init__(self, args: EngineArgs, tokenizer: PreTrainedTokenizerBase | None) -> None:
+    def __init__(self, args: EngineArgs, tokenizer: Tokenizer | None) -> None:
         self.tokenizer = tokenizer
         self.servers = Servers(args, args.model_name)
         self.servers.wait_until_healthy()
@@ -138,7 +136,7 @@ class Remote:
         """There are no pending requests."""
 
 
-def make_engine(args: EngineArgs, tokenizer: PreTrainedTokenizerBase | None, device: torch.device) -> Local | Remote:
+def make_engine(args: EngineArgs, tokenizer: Tokenizer | None, device: torch.device) -> Local | Remote:
     """The engine of `--rollout_engine`, or of `--rollout_server`; tokenizer: of the model, where ids are sampled."""
     if args.rollout_engine == "openai":
         return Remote(args, tokenizer)
@@ -151,7 +149,7 @@ def noise_of(args: EngineArgs, index: int) -> Tensor:
     return seeded_noise(mix_seed(index - 1, start=args.seed), args.num_generations, args.max_new_tokens)
 
 
-def requests(row: Row, args: EngineArgs, tokenizer: PreTrainedTokenizerBase | None) -> Iterable[Row]:
+def requests(row: Row, args: EngineArgs, tokenizer: Tokenizer | None) -> Iterable[Row]:
     """K requests for one prompt; text goes to plain completions, messages to chat completions."""
     if isinstance(row["prompt"], list):
         prompt: Row = {"messages": row["prompt"]}

@@ -27,17 +27,15 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightrlhf.cli.errors import first_line
+from lightrlhf.data.types import PreTrainedModel
 from lightrlhf.generation.slots import SlabLayer, Slots
 from lightrlhf.models.sharding import is_sharded
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 DEVICES = {"cuda"}  # where slots have buckets, until a capture fails
 LEAST_COLUMNS = 64  # of a bucket

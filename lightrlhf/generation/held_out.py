@@ -10,7 +10,7 @@ fit where training does.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,14 +18,12 @@ from torch import nn
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.cli.groups import SamplingArgs
 from lightrlhf.data.splits import Row
+from lightrlhf.data.types import Tokenizer
 from lightrlhf.generation.engine import generate
 from lightrlhf.models.roles import Policy
 from lightrlhf.models.tokenizer import end_ids
 from lightrlhf.training.rollout_log import log_samples, rollout_row
 from lightrlhf.training.run import Run
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 LONGEST_ANSWER = 128  # tokens
 
@@ -47,7 +45,7 @@ class HeldOut:
     support the architecture.
     """
 
-    def __init__(self, run: Run[Any], policy: Policy, rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, run: Run[Any], policy: Policy, rows: Sequence[Row], tokenizer: Tokenizer) -> None:
         self.tokenizer, self.ends = tokenizer, end_ids(tokenizer, policy.model)
         limit = getattr(policy.model.config, "max_position_embeddings", None) or 2**62
         self.args = GreedyArgs(max_new_tokens=min(LONGEST_ANSWER, max(limit // 2, 1)))

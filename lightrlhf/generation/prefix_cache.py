@@ -18,10 +18,11 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from lightrlhf.cli.errors import UsageError
+from lightrlhf.data.types import PreTrainedModel
 from lightrlhf.models.forward import cache_name
 
 if TYPE_CHECKING:
-    from transformers import DynamicCache, PreTrainedModel
+    from transformers import DynamicCache
 
 
 class CachedPrefix(NamedTuple):

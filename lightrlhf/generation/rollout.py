@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from lightrlhf.cli.errors import ServersGone
 from lightrlhf.cli.groups import SamplingArgs, ServerArgs
 from lightrlhf.data.batch import Batch, Rollout, SampledBatch, inference_batches, response_batch, row_numbers
 from lightrlhf.data.splits import Row
+from lightrlhf.data.types import Tokenizer
 from lightrlhf.generation.engine import Completions, generate
 from lightrlhf.generation.served import ServedPolicy
 from lightrlhf.maths.sampling_gap import gap_size
@@ -25,9 +26,6 @@ from lightrlhf.models.tokenizer import end_ids, store_ends
 from lightrlhf.training.ranks import Ranks
 from lightrlhf.training.run import Metrics
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
 AnySampled = TypeVar("AnySampled", bound=SampledBatch)
 
 
@@ -36,7 +34,7 @@ def generate_rollout(
     reference: nn.Module | None,
     rows: Sequence[Row],
     args: SamplingArgs,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
     noise: Tensor,
     num_slots: int,
 ) -> Rollout:
@@ -76,7 +74,7 @@ def make_rollout(
     batch: SampledBatch,
     rows: Sequence[Row],
     sampled: Completions,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
     reference: nn.Module | None,
     temperature: float,
     num_slots: int,
@@ -148,7 +146,7 @@ def gap_metrics(ranks: Ranks, batch: SampledBatch, args: ServerArgs) -> Metrics:
     return total.metrics() | {"sampling/staleness": float(batch.staleness)}
 
 
-def store_sampling(policy: Policy, args: SamplingArgs, tokenizer: PreTrainedTokenizerBase) -> None:
+def store_sampling(policy: Policy, args: SamplingArgs, tokenizer: Tokenizer) -> None:
     """Store how responses were sampled in the model's generation config."""
     config: Any = policy.model.generation_config
     config.do_sample, config.max_new_tokens = True, args.max_new_tokens

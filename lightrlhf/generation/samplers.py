@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from lightrlhf.cli.groups import SamplingArgs
+from lightrlhf.data.types import Tokenizer
 from lightrlhf.generation.engine import Completions, generate
 from lightrlhf.generation.rollout import gap_metrics, measure_gap, refuse_gap, sampled_batch, score_logprobs
 from lightrlhf.generation.served import CHECKED_ROWS, Request, ServedPolicy
@@ -22,9 +23,6 @@ from lightrlhf.models.roles import Policy
 from lightrlhf.models.sharding import unsharded
 from lightrlhf.models.tokenizer import end_ids
 from lightrlhf.training.run import Metrics, Run
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 
 class Sampler(Protocol):
@@ -37,7 +35,7 @@ class Sampler(Protocol):
         """
 
 
-def local_sampler(policy: Policy, tokenizer: PreTrainedTokenizerBase, args: SamplingArgs, num_slots: int) -> Sampler:
+def local_sampler(policy: Policy, tokenizer: Tokenizer, args: SamplingArgs, num_slots: int) -> Sampler:
     """The engine of this process."""
     ends = end_ids(tokenizer, policy.model)
 
@@ -55,9 +53,7 @@ class ServedSampler:
     when the exchange folder cannot be written.
     """
 
-    def __init__(
-        self, args: Any, policy: Policy, tokenizer: PreTrainedTokenizerBase, run: Run[Any] | None = None
-    ) -> None:
+    def __init__(self, args: Any, policy: Policy, tokenizer: Tokenizer, run: Run[Any] | None = None) -> None:
         self.policy, self.tokenizer, self.run = policy, tokenizer, run
         self.served = ServedPolicy(args, policy, tokenizer, run)
         self.metrics: Metrics = {}  # of the gap at the step `checked`

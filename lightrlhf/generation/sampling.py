@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,16 +16,12 @@ from torch import Tensor
 from lightrlhf.cli.errors import NotFinite
 from lightrlhf.cli.groups import SamplingArgs
 from lightrlhf.data.tokens import decode
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from lightrlhf.data.types import Tokenizer
 
 BLOCK = 256  # tokens
 
 
-def first_stop(
-    tokenizer: PreTrainedTokenizerBase | None, response: Sequence[int], stop_strings: Sequence[str]
-) -> int | None:
+def first_stop(tokenizer: Tokenizer | None, response: Sequence[int], stop_strings: Sequence[str]) -> int | None:
     """Length in tokens of the shortest prefix whose text contains a stop string, or None."""
 
     def stopped(length: int) -> bool:

@@ -14,13 +14,14 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from lightrlhf.cli.errors import RunFailure, ServersGone, UsageError
 from lightrlhf.data.batch import SampledBatch
+from lightrlhf.data.types import Tokenizer
 from lightrlhf.generation.engine import Completions
 from lightrlhf.generation.exchange import Exchange, choose_root, version_bytes
 from lightrlhf.generation.server_pool import RolloutServers
@@ -31,9 +32,6 @@ from lightrlhf.models.tied import would_untie
 from lightrlhf.models.tokenizer import end_ids
 from lightrlhf.training.ranks import LocalRanks
 from lightrlhf.training.run import Run
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 Result = TypeVar("Result")
 SLEEP = "LIGHTRLHF_SERVER_SLEEP"  # environment variable for a server that shares the accelerator with the trainer
@@ -67,7 +65,7 @@ class ServedPolicy:
         self,
         args: Any,
         policy: Policy,
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: Tokenizer,
         run: Run[Any] | None = None,
         only_labels: bool = False,
     ) -> None:

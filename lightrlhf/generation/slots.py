@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,14 +22,12 @@ from torch import Tensor
 from lightrlhf import cpu
 from lightrlhf.cli.groups import SamplingArgs
 from lightrlhf.data.batch import INFERENCE_TOKENS
+from lightrlhf.data.types import PreTrainedModel, Tokenizer
 from lightrlhf.generation.prefix_cache import CachedPrefix, load_prefixes, make_cache, store_prefixes
 from lightrlhf.generation.sampling import first_stop, sample
 from lightrlhf.maths.ops import position_ids
 from lightrlhf.models.forward import cache_inputs, position_inputs
 from lightrlhf.models.frozen import activation_dtype
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 SPARE_COLUMNS = 64  # each step of refilled slots advances the shared column; the slab is shifted about this often, by
 # a multiple of the layer's `multiple`, which must not be larger than this
@@ -208,7 +206,7 @@ class Slots:
         self.position[:] = torch.where(self.row == self.idle_row, 0, self.position + 1)  # 0 keeps idle slots in range
         self._sample(slice(None), logits)
 
-    def stop_at_strings(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
+    def stop_at_strings(self, tokenizer: Tokenizer | None) -> None:
         """Idle the slots whose text contains a stop string; `completions_of` cuts the text after it."""
         strings = self.args.stop_strings
         window = 4 * max(map(len, strings)) + 8  # tokens that may spell one: a token has at least one byte of text

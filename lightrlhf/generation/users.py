@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -18,6 +17,7 @@ from lightrlhf.cli.groups import FrozenArgs, SamplingArgs
 from lightrlhf.data.batch import mix_seed
 from lightrlhf.data.splits import Row
 from lightrlhf.data.tokens import decode, encode_prompt
+from lightrlhf.data.types import Tokenizer
 from lightrlhf.generation.dialogues import Dialogue, User, max_positions, noise_of
 from lightrlhf.generation.engine import generate
 from lightrlhf.generation.openai_client import RemoteArgs, Servers
@@ -25,9 +25,6 @@ from lightrlhf.models.loading import load_policy
 from lightrlhf.models.roles import Policy
 from lightrlhf.models.tokenizer import end_ids, load_tokenizer
 from lightrlhf.rewards.encoding import Messages
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 INSTRUCTION = """Here is a conversation between a user and an assistant.
 
@@ -94,7 +91,7 @@ class ModelUser:
     """A local language model, asked for the user's next question; None when the dialogue exceeds its positions."""
 
     policy: Policy
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: Tokenizer
     args: SamplingArgs
     num_slots: int
 

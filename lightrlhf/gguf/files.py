@@ -13,20 +13,18 @@ import os
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightrlhf.cli.errors import UsageError, list_names
 from lightrlhf.cli.hub import GGUF, PACKAGE, is_gguf
 from lightrlhf.cli.latest import why_missing
 from lightrlhf.cli.packages import check_package
+from lightrlhf.data.types import Tokenizer
 from lightrlhf.gguf.reading import read_gguf
 from lightrlhf.storage.locks import lock_folder
 from lightrlhf.storage.run_dir import why_no_model
 from lightrlhf.storage.seals import damage, sha256, write_folder
 from lightrlhf.storage.writing import writing
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 FOLDER = "gguf"  # of the cache
 READING = 2  # raise it when files are read otherwise, so that no folder of an older release is taken
@@ -120,7 +118,7 @@ def from_gguf(name: str, flag: str = "--model_name") -> Path:
     return folder
 
 
-def write_model(folder: Path, model: Any, tokenizer: PreTrainedTokenizerBase, text: str) -> None:
+def write_model(folder: Path, model: Any, tokenizer: Tokenizer, text: str) -> None:
     """Write a model, its tokenizer and what is said of them into a folder of transformers."""
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

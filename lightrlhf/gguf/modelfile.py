@@ -11,14 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.data.rendering import render
 from lightrlhf.data.tokens import adds_bos
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from lightrlhf.data.types import Tokenizer
 
 SYSTEM, USER, ANSWER, NEXT = "system-words", "user-words", "assistant-words", "more-user-words"
 TRIED = ("Be brief.", "Two lattes, please.\n\nTo go.", "Of course!", "And a muffin?", "Yes: 3 {left}.", "Thank you")
@@ -67,7 +64,7 @@ def _literal(text: str) -> str:
     return text.replace("{{", '{{ "{{" }}')
 
 
-def chat_texts(tokenizer: PreTrainedTokenizerBase) -> ChatTexts:
+def chat_texts(tokenizer: Tokenizer) -> ChatTexts:
     """The texts of a tokenizer's chat template. Raises: UsageError when it has none, or one that does more."""
     if not tokenizer.chat_template:
         raise UsageError("--to ollama needs a chat template, and the tokenizer has none; use --to gguf")
@@ -110,11 +107,11 @@ def _messages(turns: Sequence[tuple[str, str]]) -> list[dict[str, str]]:
     return [{"role": role, "content": content} for role, content in turns]
 
 
-def _rendered(tokenizer: PreTrainedTokenizerBase, turns: Sequence[tuple[str, str]]) -> str:
+def _rendered(tokenizer: Tokenizer, turns: Sequence[tuple[str, str]]) -> str:
     return render(tokenizer, _messages(turns), add_generation_prompt=True)
 
 
-def modelfile(tokenizer: PreTrainedTokenizerBase, ends: set[int], gguf_name: str, temperature: float) -> str:
+def modelfile(tokenizer: Tokenizer, ends: set[int], gguf_name: str, temperature: float) -> str:
     """The text of a Modelfile beside a GGUF file. Raises: UsageError when the template cannot be written in it.
 
     ends: ids at which a response ends. A BOS that llama.cpp puts before a text by itself is left out of the template.

@@ -13,14 +13,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightrlhf.cli.errors import UsageError, first_line, list_names
 from lightrlhf.data.tokens import adds_bos
 from lightrlhf.data.turn_ends import turn_end
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from lightrlhf.data.types import Tokenizer
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # GGUF's types of tokens
 END_KEYS = ("eos", "eot", "eom")  # of a text, a turn and a message: llama.cpp ends a response at each
@@ -46,7 +44,7 @@ PRE_TOKENIZERS: dict[str, tuple[str, ...]] = {
 NEVER_MERGED = ("llama-bpe", "llama3", "llama-v3")  # of these a word that is a token is not split into merges
 
 
-def tokenizer_metadata(tokenizer: PreTrainedTokenizerBase, ends: Iterable[int], rows: int) -> dict[str, Any]:
+def tokenizer_metadata(tokenizer: Tokenizer, ends: Iterable[int], rows: int) -> dict[str, Any]:
     """GGUF metadata of a tokenizer, for a model whose embedding has `rows` rows and whose responses end at `ends`.
 
     Raises: UsageError when llama.cpp cannot tokenise as it does, or end a response where it does.
@@ -76,12 +74,12 @@ def tokenizer_metadata(tokenizer: PreTrainedTokenizerBase, ends: Iterable[int], 
     return metadata | ({"tokenizer.chat_template": template} if template else {})
 
 
-def refused(tokenizer: PreTrainedTokenizerBase) -> str:
+def refused(tokenizer: Tokenizer) -> str:
     """How an error about a tokenizer begins."""
     return f"the tokenizer ({type(tokenizer).__name__}) cannot be written as GGUF"
 
 
-def tokens_and_types(tokenizer: PreTrainedTokenizerBase, rows: int, is_bytes: bool) -> tuple[list[str], list[int]]:
+def tokens_and_types(tokenizer: Tokenizer, rows: int, is_bytes: bool) -> tuple[list[str], list[int]]:
     """Each token's text and GGUF type by id; rows of the embedding without a token get a name of their own."""
     texts = {index: token for token, index in tokenizer.get_vocab().items()}
     if max(texts) >= rows:
@@ -99,7 +97,7 @@ def tokens_and_types(tokenizer: PreTrainedTokenizerBase, rows: int, is_bytes: bo
     )
 
 
-def pre_tokenizer_name(tokenizer: PreTrainedTokenizerBase, parts: dict[str, Any]) -> str:
+def pre_tokenizer_name(tokenizer: Tokenizer, parts: dict[str, Any]) -> str:
     """llama.cpp's name of how a byte-level tokenizer splits its texts. Raises: UsageError when it has none."""
     patterns = split_patterns(parts["pre_tokenizer"])
     kept = [part["type"] for part in _sequence(parts["normalizer"], "normalizers")]
@@ -154,7 +152,7 @@ def merge_scores(tokens: list[str], merges: list[str]) -> list[float]:
     return [float(-ranks.get(token, len(merges) + index)) for index, token in enumerate(tokens)]
 
 
-def named_ends(tokenizer: PreTrainedTokenizerBase, ends: Iterable[int]) -> dict[str, int]:
+def named_ends(tokenizer: Tokenizer, ends: Iterable[int]) -> dict[str, int]:
     """What ends a response, by GGUF's names. Raises: UsageError when it has fewer names than the model ends."""
     first = [tokenizer.eos_token_id, turn_end(tokenizer)]
     ends = [index for index in dict.fromkeys([*first, *ends]) if index is not None]
@@ -168,7 +166,7 @@ def named_ends(tokenizer: PreTrainedTokenizerBase, ends: Iterable[int]) -> dict[
 
 
 # ------------------------------------------------------------------------------------------------------------- reading
-def complete_tokenizer(tokenizer: PreTrainedTokenizerBase, stored: dict[str, Any]) -> Any:
+def complete_tokenizer(tokenizer: Tokenizer, stored: dict[str, Any]) -> Any:
     """A tokenizer with what transformers leaves out of a file's metadata.
 
     How text is split, control tokens, and whether a text begins with a BOS, by llama.cpp's default where the file does
@@ -200,7 +198,7 @@ def complete_tokenizer(tokenizer: PreTrainedTokenizerBase, stored: dict[str, Any
     return PreTrainedTokenizerFast(tokenizer_object=backend, **given, **named, **adds)
 
 
-def check_tokenizer(named: str, tokenizer: PreTrainedTokenizerBase, stored: dict[str, Any], rows: int) -> None:
+def check_tokenizer(named: str, tokenizer: Tokenizer, stored: dict[str, Any], rows: int) -> None:
     """Raises: UsageError when tokens differ from the file's or from the model's rows, or its template fails."""
     tokens, ids = stored["tokenizer.ggml.tokens"], tokenizer.get_vocab()
     wrong = [token for index, token in enumerate(tokens) if index not in (ids.get(token), ids.get(spaced(token)))]
@@ -217,7 +215,7 @@ def check_tokenizer(named: str, tokenizer: PreTrainedTokenizerBase, stored: dict
             raise UsageError(f"{named}: its chat template does not render: {first_line(problem)}; {INTACT}") from None
 
 
-def check_loads(named: str, config: Any, tokenizer: PreTrainedTokenizerBase) -> None:
+def check_loads(named: str, config: Any, tokenizer: Tokenizer) -> None:
     """Raises: UsageError when transformers loads a folder's tokenizer as another: of some models it knows the class."""
     from transformers import AutoTokenizer
 
@@ -238,7 +236,7 @@ def spaced(token: str) -> str:
     return token.replace(" ", "\u2581")
 
 
-def ends_of(stored: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> int | list[int]:
+def ends_of(stored: dict[str, Any], tokenizer: Tokenizer) -> int | list[int]:
     """Ids that end a response: the end token, and those with which a turn or a message ends."""
     keys = [f"tokenizer.ggml.{name}_token_id" for name in ("eot", "eom")]
     ends = list(dict.fromkeys([tokenizer.eos_token_id, *(stored[key] for key in keys if key in stored)]))

@@ -14,17 +14,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from lightrlhf.cli.errors import UsageError
+from lightrlhf.data.types import PreTrainedModel, Tokenizer
 from lightrlhf.gguf.tokens import tokenizer_metadata
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 BLOCK = 32  # numbers that share a scale
 SMALL_TYPES = ("q4_0", "q4_1", "q5_0", "q5_1")
@@ -188,7 +186,7 @@ def rounded(stored: Stored) -> Tensor:
     return torch.from_numpy(gguf.dequantize(gguf.quantize(stored.value.numpy(), kind), kind))
 
 
-def metadata(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ends: Iterable[int]) -> dict[str, Any]:
+def metadata(model: PreTrainedModel, tokenizer: Tokenizer, ends: Iterable[int]) -> dict[str, Any]:
     """What a file says of a model and its tokenizer, by GGUF's names. ends: ids at which a response ends.
 
     Raises: UsageError when either cannot be written.

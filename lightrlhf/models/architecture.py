@@ -5,18 +5,16 @@ Left out: a list of supported architectures.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightrlhf.cli.errors import UsageError, first_line
+from lightrlhf.data.types import PreTrainedModel
 from lightrlhf.models.forward import embedding_rows, inference, model_inputs
 from lightrlhf.models.frozen import activation_dtype
 from lightrlhf.models.quantisation import is_quantised
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 
 def check_language_model(model: PreTrainedModel) -> None:

@@ -11,14 +11,12 @@ import re
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
 from lightrlhf.cli.errors import UsageError, list_names, read_problem
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+from lightrlhf.data.types import PreTrainedModel
 
 HEADS = {"score", "classifier"}  # of scalar models
 FILES = ("model.safetensors", "pytorch_model.bin")

@@ -11,7 +11,7 @@ Left out: what rounding does to answers (`lightrlhf.evaluate` measures a reloade
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,10 +19,8 @@ from torch import Tensor
 from lightrlhf.cli.errors import RunFailure, UsageError
 from lightrlhf.data.rendering import render
 from lightrlhf.data.tokens import encode_prompt
+from lightrlhf.data.types import PreTrainedModel, Tokenizer
 from lightrlhf.models.tokenizer import end_ids
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 TOLERANCE = 1e-4  # of the largest logit, for another order of sums
 NEW_TOKENS = 16
@@ -69,7 +67,7 @@ class Finding(NamedTuple):
     greedy: str  # "16 of 16" tokens equal; "-" for a scalar model
 
 
-def observe(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, source: Observed | None = None) -> Observed:
+def observe(model: PreTrainedModel, tokenizer: Tokenizer, source: Observed | None = None) -> Observed:
     """What a model does with the prompts; `source`: with the texts and sequences of another one instead of its own."""
     is_scalar = hasattr(model, "score")
     ends = {tokenizer.eos_token_id} if is_scalar else set(end_ids(tokenizer, model))
@@ -87,7 +85,7 @@ def observe(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, source: 
     return Observed(asked, texts, rendered(tokenizer), ends, rows, lengths, scores)
 
 
-def prompts_for(tokenizer: PreTrainedTokenizerBase) -> list[Any]:
+def prompts_for(tokenizer: Tokenizer) -> list[Any]:
     """The prompts of the check, with one as messages where the template takes them."""
     try:
         encode_prompt(tokenizer, EXCHANGE[:1])
@@ -96,7 +94,7 @@ def prompts_for(tokenizer: PreTrainedTokenizerBase) -> list[Any]:
     return [*PROMPTS, EXCHANGE[:1]]
 
 
-def rendered(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+def rendered(tokenizer: Tokenizer) -> list[str]:
     """The exchange as the chat template renders it at each length, or why it refuses."""
     if not tokenizer.chat_template:
         return []

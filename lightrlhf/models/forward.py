@@ -6,17 +6,15 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lightrlhf.data.types import PreTrainedModel
 from lightrlhf.maths.ops import position_ids
 from lightrlhf.models.frozen import activation_dtype
 from lightrlhf.models.packing import PackedTexts, pack_texts
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 
 @contextmanager

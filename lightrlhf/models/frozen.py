@@ -12,16 +12,14 @@ cast back to float32; training such weights.
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightrlhf.data.types import PreTrainedModel
 from lightrlhf.models.complete import HEADS
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 HELD = torch.bfloat16
 

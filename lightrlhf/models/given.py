@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from lightrlhf.cli.errors import UsageError, list_names
 from lightrlhf.cli.groups import DataArgs, DataSetsArgs, ModelArgs, RunArgs
+from lightrlhf.data.types import PreTrainedModel, Tokenizer
 from lightrlhf.models import frozen, lora
 from lightrlhf.models.architecture import scalar_head
 from lightrlhf.models.complete import HEADS
@@ -27,12 +28,9 @@ from lightrlhf.models.quantisation import is_quantised
 from lightrlhf.models.roles import Policy, ScalarModel
 from lightrlhf.models.tokenizer import check_same_ids, check_stored_ids, store_ends
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
 
 def load_start(
-    given: PreTrainedModel | Policy | None, args: ModelArgs, tokenizer: PreTrainedTokenizerBase, shares: bool = False
+    given: PreTrainedModel | Policy | None, args: ModelArgs, tokenizer: Tokenizer, shares: bool = False
 ) -> Policy:
     """The policy that a program starts from: the given model, else `--sft_experiment_dir` or `--model_name`.
 
@@ -47,9 +45,7 @@ def load_start(
     return load_policy(source, args, tokenizer, flag, shares)
 
 
-def as_policy(
-    model: PreTrainedModel | Policy, args: ModelArgs, tokenizer: PreTrainedTokenizerBase, shares: bool = False
-) -> Policy:
+def as_policy(model: PreTrainedModel | Policy, args: ModelArgs, tokenizer: Tokenizer, shares: bool = False) -> Policy:
     """A causal language model as a policy with the trainable part of `--finetune_mode`.
 
     The model itself is trained, in float32, not a copy; of a `Policy` its model. With LoRA its weights are saved once,

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from lightrlhf import cpu
 from lightrlhf.cli.errors import UsageError, first_line, read_problem
 from lightrlhf.cli.groups import ModelArgs
+from lightrlhf.data.types import PreTrainedModel, Tokenizer
 from lightrlhf.maths.finite import not_finite
 from lightrlhf.models import frozen, lora
 from lightrlhf.models.architecture import scalar_head
@@ -41,7 +42,7 @@ from lightrlhf.models.tokenizer import store_ends
 from lightrlhf.storage.checkpoint import is_sealed, verify_checkpoint
 
 if TYPE_CHECKING:
-    from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import GenerationConfig
 
 MAX_ADDED_TOKENS = 256
 ALIGNMENT = 64  # bytes
@@ -50,7 +51,7 @@ ALIGNMENT = 64  # bytes
 def load_policy(
     name: str,
     args: ModelArgs,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
     flag: str = "--model_name",
     shares: bool = False,
     merges: bool = True,
@@ -82,7 +83,7 @@ def load_policy(
 def load_scalar(
     name: str,
     args: ModelArgs,
-    tokenizer: PreTrainedTokenizerBase | None,
+    tokenizer: Tokenizer | None,
     seed: int,
     flag: str = "--model_name",
     needs_head: bool = False,
@@ -150,7 +151,7 @@ def new_head(width: int, seed: int) -> Tensor:
     return torch.randn(1, width, generator=torch.Generator().manual_seed(seed)) * (width + 1) ** -0.5
 
 
-def separate_pad_token(module: ScalarModel, tokenizer: PreTrainedTokenizerBase) -> None:
+def separate_pad_token(module: ScalarModel, tokenizer: Tokenizer) -> None:
     """Set a pad token other than the end token: transformers scores a text at its last id that is not padding."""
     if tokenizer.pad_token_id == tokenizer.eos_token_id:
         tokenizer.add_special_tokens({"pad_token": "<|pad|>"})
@@ -160,7 +161,7 @@ def separate_pad_token(module: ScalarModel, tokenizer: PreTrainedTokenizerBase) 
     module.model.config.pad_token_id = tokenizer.pad_token_id
 
 
-def grow_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str) -> bool:
+def grow_vocabulary(model: PreTrainedModel, tokenizer: Tokenizer, name: str) -> bool:
     """Add embedding and head rows for tokens added to the tokenizer; returns whether any were added.
 
     If more than `MAX_ADDED_TOKENS` are missing, the tokenizer belongs to another model; the check of the data's ids
@@ -215,7 +216,7 @@ def merge_below_dora(model: PreTrainedModel, args: ModelArgs, loaded: LoadedAdap
 
 
 def load_model(
-    auto_class: Any, source: str, flag: str, args: ModelArgs, tokenizer: PreTrainedTokenizerBase | None, **options: Any
+    auto_class: Any, source: str, flag: str, args: ModelArgs, tokenizer: Tokenizer | None, **options: Any
 ) -> tuple[PreTrainedModel, str | None, LoadedAdapters]:
     """Load a Hugging Face model, in float32 or with its matrices in `args.base_dtype`.
 

@@ -26,19 +26,17 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightrlhf.cli.errors import UsageError, first_line
 from lightrlhf.cli.groups import ModelArgs
+from lightrlhf.data.types import PreTrainedModel
 from lightrlhf.gguf.files import converted_here
 from lightrlhf.models.complete import ADAPTER_FILES, HEADS, adapter_weights
 from lightrlhf.models.tied import check_layers, is_tied, untie
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 LoadedAdapters = dict[str, tuple[str, Tensor | None]]  # by source: name of the adapter, scalar head saved with it
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -20,12 +19,10 @@ from torch import Tensor
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.cli.groups import SamplingArgs
 from lightrlhf.data.splits import Row, longest_text
+from lightrlhf.data.types import PreTrainedModel
 from lightrlhf.models.architecture import is_close, trial_ids
 from lightrlhf.models.forward import embedding_rows, inference
 from lightrlhf.models.roles import Policy, ScalarModel
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 Outputs = dict[str, list[Tensor]]  # of modules, by name
 

@@ -6,17 +6,15 @@ Left out: other quantisers (GPTQ, AWQ), and training quantised weights themselve
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.cli.groups import DeviceArgs, ModelArgs, TrainArgs
+from lightrlhf.data.types import PreTrainedModel
 from lightrlhf.models.names import holds_reward_model
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 MIXED = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 QUANTISED = ("Linear8bitLt", "Linear4bit")  # the layers of bitsandbytes

@@ -11,12 +11,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from lightrlhf.data.batch import Batch
+from lightrlhf.data.types import PreTrainedModel
 from lightrlhf.maths.head import head_logprobs, logit_rows
 from lightrlhf.maths.ops import position_ids
 from lightrlhf.models import lora
@@ -31,9 +32,6 @@ from lightrlhf.models.forward import (
 )
 from lightrlhf.models.frozen import HeldLinear
 from lightrlhf.models.packing import PackedTexts
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 
 class TokenStats(NamedTuple):

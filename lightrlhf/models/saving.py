@@ -14,13 +14,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.cli.groups import FrozenArgs
+from lightrlhf.data.types import PreTrainedModel
 from lightrlhf.models import frozen, lora
 from lightrlhf.models.loading import choose_trainable, load_model
 from lightrlhf.models.names import base_name, holds_reward_model
@@ -29,9 +30,6 @@ from lightrlhf.models.roles import Role
 from lightrlhf.models.tokenizer import load_tokenizer
 from lightrlhf.storage.hub import uploading
 from lightrlhf.storage.seals import MANIFEST, write_folder
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 
 def export(module: Role, folder: Path, base_dir: Path) -> None:

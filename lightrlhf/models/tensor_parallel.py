@@ -10,14 +10,12 @@ Left out: split embeddings and heads, sequence parallelism, experts, and plans t
 from __future__ import annotations
 
 from fnmatch import fnmatch
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
 from lightrlhf.cli.errors import UsageError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+from lightrlhf.data.types import PreTrainedModel
 
 PER_HEAD = "replicated_with_grad_allreduce"  # norms of queries and keys, whose gradient sums over the group's heads
 SUPPORTED = ("colwise", "rowwise", PER_HEAD)

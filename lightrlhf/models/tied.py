@@ -9,14 +9,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
 from lightrlhf.cli.errors import UsageError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+from lightrlhf.data.types import PreTrainedModel
 
 
 def is_tied(model: PreTrainedModel, layer: Any) -> bool:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from lightrlhf.data.types import Tokenizer
+
 if TYPE_CHECKING:
-    from transformers import LlamaConfig, PreTrainedTokenizerBase
+    from transformers import LlamaConfig
 
 SIZES: dict[str, Any] = {
     "hidden_size": 128,
@@ -17,7 +19,7 @@ SIZES: dict[str, Any] = {
 MAX_POSITIONS = 2048
 
 
-def tiny_config(tokenizer: PreTrainedTokenizerBase, **changes: Any) -> LlamaConfig:
+def tiny_config(tokenizer: Tokenizer, **changes: Any) -> LlamaConfig:
     """Config of the model `tiny`: 0.8M parameters without the embeddings."""
     from transformers import LlamaConfig
 

@@ -6,18 +6,16 @@ Left out: slow (Python) tokenizers in the check.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightrlhf.cli.errors import UsageError, first_line
 from lightrlhf.cli.hub import is_gguf
 from lightrlhf.data.chat import declare_ends
 from lightrlhf.data.tokens import check_end_token
 from lightrlhf.data.turn_ends import end_tokens, turn_ends
+from lightrlhf.data.types import Tokenizer
 from lightrlhf.models.names import model_folder, quiet_libraries, resolve
 from lightrlhf.storage.seals import check_sealed, seal
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 
 def load_tokenizer(
@@ -57,7 +55,7 @@ def load_tokenizer(
     return tokenizer
 
 
-def store_tokenizer(tokenizer: PreTrainedTokenizerBase, data_dir: Path) -> None:
+def store_tokenizer(tokenizer: Tokenizer, data_dir: Path) -> None:
     """Save a tokenizer as the prepared data's, `{data_dir}/tokenizer`, sealed."""
     tokenizer.save_pretrained(data_dir / "tokenizer")
     seal(data_dir, ["tokenizer"])
@@ -92,14 +90,14 @@ def _same_tokenizer(folders: list[str]) -> str:
     return folders[0]
 
 
-def _with_pad_token(tokenizer: PreTrainedTokenizerBase, name: str) -> Any:
+def _with_pad_token(tokenizer: Tokenizer, name: str) -> Any:
     check_end_token(tokenizer, name)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token  # masks travel with the tokens, so no end token is masked
     return tokenizer
 
 
-def end_ids(tokenizer: PreTrainedTokenizerBase, model: Any) -> list[int]:
+def end_ids(tokenizer: Tokenizer, model: Any) -> list[int]:
     """Ids that end a response of a model of transformers: its tokenizer's end token, the tokens with which the chat
     template ends a turn of words or of tool calls, and its generation config's.
 
@@ -115,7 +113,7 @@ def end_ids(tokenizer: PreTrainedTokenizerBase, model: Any) -> list[int]:
     return list(dict.fromkeys(index for index in [*last, *own] if index not in inner))
 
 
-def store_ends(model: Any, tokenizer: PreTrainedTokenizerBase, *others: int) -> None:
+def store_ends(model: Any, tokenizer: Tokenizer, *others: int) -> None:
     """Store in a model's generation config what ends and pads its responses."""
     config = model.generation_config
     if config is not None:
@@ -124,7 +122,7 @@ def store_ends(model: Any, tokenizer: PreTrainedTokenizerBase, *others: int) -> 
         config.pad_token_id = tokenizer.pad_token_id
 
 
-def check_same_ids(tokenizer: PreTrainedTokenizerBase, model: Any) -> None:
+def check_same_ids(tokenizer: Tokenizer, model: Any) -> None:
     """Check that a given model's own tokenizer, where its folder has one, maps no token to another id.
 
     Raises: UsageError.
@@ -136,7 +134,7 @@ def check_same_ids(tokenizer: PreTrainedTokenizerBase, model: Any) -> None:
         )
 
 
-def check_stored_ids(tokenizer: PreTrainedTokenizerBase, data_dir: Any, model_name: str) -> None:
+def check_stored_ids(tokenizer: Tokenizer, data_dir: Any, model_name: str) -> None:
     """Check that the tokenizer of a local model or run maps the data's tokens to the same ids. Raises: UsageError."""
     folder = Path(resolve(model_name)) if is_gguf(model_name) else model_folder(model_name) or Path(model_name)
     own = _vocabulary(folder)  # may have more: a reward model's pad token

@@ -9,20 +9,18 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from lightrlhf.data.batch import Rollout
 from lightrlhf.data.responses import ROW
 from lightrlhf.data.tokens import decode, encode_prompt, encode_response
 from lightrlhf.data.turn_ends import turn_ends, without_end
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from lightrlhf.data.types import Tokenizer
 
 Messages = list[dict[str, str]]
 
 
-def same_tokenizer(one: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> bool:
+def same_tokenizer(one: Tokenizer, other: Tokenizer) -> bool:
     """Whether two tokenizers map text to the same ids."""
     return one is other or (one.get_vocab() == other.get_vocab() and one.eos_token_id == other.eos_token_id)
 
@@ -36,7 +34,7 @@ class Sample(NamedTuple):
     prompt_ids: list[int] | None = None
     response_ids: list[int] | None = None
     columns: dict[str, Any] = {}
-    tokenizer: PreTrainedTokenizerBase | None = None  # of the ids; without it they are checked against the text
+    tokenizer: Tokenizer | None = None  # of the ids; without it they are checked against the text
 
 
 def samples_of(rollout: Rollout) -> list[Sample]:
@@ -61,7 +59,7 @@ def samples_of_row(row: dict[str, Any]) -> list[Sample | None]:
 class Encoding:
     """How samples become token ids of a scorer."""
 
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: Tokenizer
     wrap_prompts: bool = False  # whether a text prompt becomes a user message
     longest: int | None = None  # positions of the model
     same: dict[int, bool] = field(default_factory=dict, repr=False)  # other tokenizers, by identity
@@ -108,7 +106,7 @@ class Encoding:
             equal = encode_prompt(self.tokenizer, sample.prompt) == list(prompt)
         return list(prompt) if equal else None
 
-    def is_same(self, tokenizer: PreTrainedTokenizerBase | None) -> bool:
+    def is_same(self, tokenizer: Tokenizer | None) -> bool:
         """Whether another tokenizer gives the ids of this one; False when it is not known."""
         if tokenizer is None:
             return False
@@ -116,7 +114,7 @@ class Encoding:
             self.same[id(tokenizer)] = same_tokenizer(self.tokenizer, tokenizer)
         return self.same[id(tokenizer)]
 
-    def knows(self, ids: Sequence[int], tokenizer: PreTrainedTokenizerBase | None) -> bool:
+    def knows(self, ids: Sequence[int], tokenizer: Tokenizer | None) -> bool:
         """Whether the tokenizer has these ids, and another one, where it is known, the same tokens for them."""
         if max(ids) >= len(self.tokenizer):
             return False

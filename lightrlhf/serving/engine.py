@@ -13,13 +13,14 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from lightrlhf.cli.errors import UsageError, first_line
 from lightrlhf.data.batch import response_batch
 from lightrlhf.data.tokens import decode
+from lightrlhf.data.types import Tokenizer
 from lightrlhf.generation.engine import generate, generate_steps
 from lightrlhf.generation.rollout import score_logprobs
 from lightrlhf.generation.sampling import first_stop
@@ -29,9 +30,6 @@ from lightrlhf.models.roles import Policy, vocabulary_size
 from lightrlhf.models.tokenizer import end_ids
 from lightrlhf.serving.requests import Completion, Refusal, Served
 from lightrlhf.serving.weights import load_weights
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 MOST_ADAPTERS = 4
 UNLIMITED = 2**20  # positions of an architecture that names no limit
@@ -77,7 +75,7 @@ class Engine:
     def __init__(
         self,
         policy: Policy,
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: Tokenizer,
         name: str,
         root: str,
         num_slots: int = 64,

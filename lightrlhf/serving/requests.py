@@ -17,7 +17,7 @@ import math
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -28,9 +28,7 @@ from lightrlhf.cli.groups import DecodingArgs
 from lightrlhf.data.batch import seeded_noise
 from lightrlhf.data.chat import Messages
 from lightrlhf.data.tokens import encode_prompt
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from lightrlhf.data.types import Tokenizer
 
 MOST_ROWS = 16_384  # prompts x n of one request
 MOST_TOKENS = 2**26  # rows x max_tokens, for which memory is taken at once
@@ -48,7 +46,7 @@ class Refusal(Exception):
 class Served(NamedTuple):
     """What a request is checked against."""
 
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: Tokenizer
     vocabulary: int  # token ids are below
     positions: int  # of prompt and response together
     models: Sequence[str]  # the model's name, then its adapters'

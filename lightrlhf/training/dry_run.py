@@ -16,7 +16,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,11 +24,9 @@ from torch import Tensor, nn
 from lightrlhf.cli.groups import TrainArgs
 from lightrlhf.data.splits import Row
 from lightrlhf.data.tokens import marked_text
+from lightrlhf.data.types import Tokenizer
 from lightrlhf.storage.results import in_words, usual_metrics
 from lightrlhf.training.summary import GroupsArgs, lines
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 LEGEND = (
     "⟦ and ⟧ stand around what is trained: tokens that the loss counts; of a model of scores, tokens whose scores have "
@@ -57,7 +55,7 @@ class DryRun:
         self.metrics: dict[str, float] = {}
         self.scored = 0, 0  # rows scored before the steps here, and in a run
         self.checkpoint = 0  # bytes
-        self.tokenizer: PreTrainedTokenizerBase  # set when the model is saved
+        self.tokenizer: Tokenizer  # set when the model is saved
         self._before: dict[str, float] = {}  # seconds of the phases before the steps, and within the last step
         self._within: dict[str, float] = {}
         self._seconds: list[float] = []  # of each step
@@ -134,7 +132,7 @@ class DryRun:
         return ", ".join(phases)
 
 
-def texts_of_sample(row: Row, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+def texts_of_sample(row: Row, tokenizer: Tokenizer) -> list[str]:
     """A row as in `rollouts.jsonl`: its score, and the text with what the policy sampled in it."""
     shift = len(row["prompt_ids"])
     spans = [(shift + start, shift + end) for start, end in spans_of(row["mask"])]
@@ -164,7 +162,7 @@ def keep_batch(given: Mapping[str, Any], output: Any) -> Fed:
     return Fed(ids, mask.bool(), trained, group)
 
 
-def texts_of(name: str, fed: Fed | None, tokenizer: PreTrainedTokenizerBase, pairs: bool) -> list[str]:
+def texts_of(name: str, fed: Fed | None, tokenizer: Tokenizer, pairs: bool) -> list[str]:
     """The first example of a learner's first micro-batch, of a pair both sides, with the counts of all of it.
 
     pairs: two rows of a group are a pair, the chosen one first.

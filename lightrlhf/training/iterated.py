@@ -13,10 +13,11 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from lightrlhf.cli.errors import StopTraining
 from lightrlhf.data.splits import Row
+from lightrlhf.data.types import Tokenizer
 from lightrlhf.models.loading import find_device
 from lightrlhf.models.saving import upload
 from lightrlhf.models.tokenizer import load_tokenizer
@@ -35,9 +36,6 @@ from lightrlhf.training.rollout_log import write_iteration
 from lightrlhf.training.run import Metrics, OnStep
 from lightrlhf.training.signals import StopSignals
 from lightrlhf.training.summary import Rows, print_summary
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 ON_STEP = "on_step.json"  # in an iteration's folder, the metrics that `on_step` returned
 Args = TypeVar("Args", bound=IteratedArgs)
@@ -59,7 +57,7 @@ class Iteration(Generic[Args]):
     policy: str
     initial: str
     data_dir: str | None
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: Tokenizer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +91,7 @@ class Iterated(Generic[Args]):
     work: str
     given: Mapping[str, str]
     rows: Sequence[Any] | None
-    tokenizer: PreTrainedTokenizerBase | None = None
+    tokenizer: Tokenizer | None = None
 
     @contextmanager
     def opened(self) -> Iterator[None]:

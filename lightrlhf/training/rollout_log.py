@@ -17,7 +17,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
@@ -25,12 +25,10 @@ from lightrlhf.data.batch import Rollout
 from lightrlhf.data.scores import Scores
 from lightrlhf.data.splits import Row
 from lightrlhf.data.tokens import decode
+from lightrlhf.data.types import Tokenizer
 from lightrlhf.storage.jsonl import append_jsonl
 from lightrlhf.training.resume import forget_rows_after
 from lightrlhf.training.run import Run
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 FILE = "rollouts.jsonl"
 SAMPLES = "samples.jsonl"
@@ -160,7 +158,7 @@ def write_iteration(directory: Path, number: int, rows: Iterable[Row]) -> None:
 
 
 def rollout_row(
-    tokenizer: PreTrainedTokenizerBase | None,
+    tokenizer: Tokenizer | None,
     prompt_ids: Sequence[int],
     response_ids: Sequence[int],
     *,

@@ -10,12 +10,13 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from lightrlhf.cli.groups import DataArgs, DataSetsArgs, TrainArgs
 from lightrlhf.cli.parser import to_dict
+from lightrlhf.data.types import Tokenizer
 from lightrlhf.models.roles import Policy, ScalarModel
 from lightrlhf.models.saving import export, upload
 from lightrlhf.storage.checkpoint import (
@@ -55,9 +56,6 @@ from lightrlhf.training.provenance import git_commit, versions
 from lightrlhf.training.ranks import Ranks
 from lightrlhf.training.restarts import note_run
 from lightrlhf.training.resume import StepStart, forget_rows_after, read_state, rng_states, step_start, without_stored
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 
 class RunFiles:
@@ -220,7 +218,7 @@ class Checkpoints:
         self.args, self.files, self.ranks, self.order, self.progress = args, files, files.ranks, order, progress
         self.learners, self.metric_log, self.best, self.dry = learners, metric_log, metric_log.best, dry
         self.module: Any = None
-        self.tokenizer: PreTrainedTokenizerBase  # set by `keep`
+        self.tokenizer: Tokenizer  # set by `keep`
         self.state: Callable[[], dict[str, Any]] = dict
         self.texts: Callable[[], dict[str, str]] = dict
         self.saved_step = progress.step  # the last step that is saved, or 0
@@ -230,7 +228,7 @@ class Checkpoints:
     def keep(
         self,
         module: Policy | ScalarModel,
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: Tokenizer,
         state: Callable[[], dict[str, Any]] = dict,
         files: Callable[[], dict[str, str]] = dict,
     ) -> None:

@@ -7,21 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from lightrlhf.cli.fields import check_args
 from lightrlhf.cli.groups import DataArgs, DataSetsArgs, ModelArgs, SamplingArgs, TrainArgs
 from lightrlhf.data.rows import Splits
 from lightrlhf.data.splits import Row, check_data_dir, check_vocabulary, validation_needed_unless
+from lightrlhf.data.types import PreTrainedModel, Tokenizer
 from lightrlhf.models.names import starting_model
 from lightrlhf.models.probes import check_positions, check_room, enable_packing
 from lightrlhf.models.roles import Policy, ScalarModel, vocabulary_size
 from lightrlhf.models.tokenizer import load_tokenizer
 from lightrlhf.training.provenance import given_objects
 from lightrlhf.training.run import OnStep, Run
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 DATA = ("rows", "prompts", "dialogues")  # names of given data
 AnyArgs = TypeVar("AnyArgs", bound=TrainArgs)
@@ -33,7 +31,7 @@ Item = TypeVar("Item")
 class Start(Generic[Role, Item]):
     """The starting point of a run."""
 
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: Tokenizer
     policy: Role  # the model that is trained; a reward model where one is
     rows: list[Item]  # of training
     held_out: list[Item]  # of validation; empty where none are read
@@ -44,8 +42,8 @@ def begin(
     args: AnyArgs,
     args_class: type[AnyArgs],
     program: str,
-    load_data: Callable[[AnyArgs, Any, PreTrainedTokenizerBase], Splits[Item]],
-    load_model: Callable[[PreTrainedModel | Policy | None, AnyArgs, PreTrainedTokenizerBase], Role],
+    load_data: Callable[[AnyArgs, Any, Tokenizer], Splits[Item]],
+    load_model: Callable[[PreTrainedModel | Policy | None, AnyArgs, Tokenizer], Role],
     check: Callable[[AnyArgs, Role, list[Item]], None],
     given: Mapping[str, Any],
     on_step: OnStep | None,
