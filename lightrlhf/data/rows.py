@@ -17,9 +17,10 @@ import torch
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.data.chat import controls
 from lightrlhf.data.mixtures import interleave
+from lightrlhf.data.packing import pack
 from lightrlhf.data.rendering import has_generation_tags
-from lightrlhf.data.schema import COLUMNS, IGNORE_INDEX, TEXTS, Row, check_rows, share_columns
-from lightrlhf.data.splits import SPLITS, drop_equal_pairs, load_prompts, load_split
+from lightrlhf.data.schema import COLUMNS, IGNORE_INDEX, TEXTS, Row, share_columns
+from lightrlhf.data.splits import SPLITS, check_counted, drop_equal_pairs, load_prompts, load_split
 from lightrlhf.data.tokens import check_shown, encode_prompt, encode_response, spelled_control
 
 if TYPE_CHECKING:
@@ -97,7 +98,9 @@ def load_rows(
         return []
     assert tokenizer is not None
     rows = [_prepared(row, stage, tokenizer, f"given row {index}") for index, row in enumerate(rows)]
-    check_rows(rows, stage, vocab_size=vocab_size)
+    packed = pack(rows, stage, vocab_size=vocab_size)
+    check_counted(packed, "the given rows")
+    rows = packed.to_list()
     share_columns(rows)
     return drop_equal_pairs(rows) if stage == "preference" else rows
 

@@ -1,7 +1,7 @@
-"""Schema of the rows of each stage, checked once where rows enter a program: from a split's file or from Python.
+"""Schema of the rows of each stage, checked once: as a split is written, as a list of rows is read, or from Python.
 
-The columns of a split are checked as a whole, their ids in one tensor: on one core 160,000 demonstrations of 300 tokens
-take 1.4 seconds, as many pairs 7.
+Many rows are checked at once, their ids in one tensor: on one core 160,000 demonstrations of 300 tokens take 1.4
+seconds, as many pairs 7.
 
 Left out: what a program needs beyond the schema, such as both labels for kto.
 """
@@ -20,14 +20,18 @@ from lightrlhf.cli.errors import UsageError
 from lightrlhf.storage.jsonl import Row
 
 IGNORE_INDEX = -100
-COLUMNS = {
-    "finetune": {"prompt_len", "input_ids", "targets"},
-    "preference": {"prompt_len", "chosen_input_ids", "rejected_input_ids"},
-    "unpaired": {"prompt_len", "input_ids", "label", "columns"},
-    "prompts": {"prompt_len", "input_ids", "columns"},
-    "dialogue": {"messages", "input_ids", "turn_spans"},
-    "refuel": {f"{side}_{name}" for side in ("chosen", "rejected") for name in ("input_ids", "action_mask", "reward")},
+FIELDS = {  # in their order in a row
+    "finetune": ("prompt_len", "input_ids", "targets"),
+    "preference": ("prompt_len", "chosen_input_ids", "rejected_input_ids"),
+    "unpaired": ("prompt_len", "input_ids", "label", "columns"),
+    "prompts": ("prompt_len", "input_ids", "columns"),
+    "dialogue": ("messages", "input_ids", "turn_spans"),
+    "refuel": (
+        *(f"{side}_{name}" for side in ("chosen", "rejected") for name in ("input_ids", "action_mask")),
+        *("chosen_reward", "rejected_reward"),
+    ),
 }
+COLUMNS = {stage: set(names) for stage, names in FIELDS.items()}
 TEXTS = {  # what rows are prepared from
     "finetune": ("prompt", "completion"),
     "preference": ("prompt", "chosen", "rejected"),
@@ -39,7 +43,7 @@ DEEPEST = 32  # levels of a column's value
 
 
 class BadRow(Exception):
-    """What is wrong with a row: (its index, or None for all rows; what)."""
+    """What is wrong with a row: (its index, what)."""
 
 
 class Column(NamedTuple):
@@ -64,19 +68,26 @@ class Column(NamedTuple):
         return row, index - int(self.lengths[:row].sum()), self.values[index].item()
 
 
-def check_rows(rows: Sequence[Any], stage: str, source: str = "", vocab_size: int | None = None) -> None:
-    """Check all rows of a split; source: its file, empty for rows given from Python; vocab_size: of the tokenizer.
+def check_rows(
+    rows: Sequence[Any], stage: str, source: str = "", vocab_size: int | None = None, first: int = 0
+) -> dict[str, Column]:
+    """Check rows of a split; returns their columns of tensors.
 
-    Raises: UsageError naming the file, the first bad row and its field, or that the rows have nothing to learn from.
+    source: the split's file, empty for rows given from Python; vocab_size: of the tokenizer; first: number of the first
+    of these rows in the split.
+    Raises: UsageError naming the file, the first bad row and its field.
     """
     try:
-        _check(rows, stage, vocab_size, is_stored=bool(source))
+        return _check(rows, stage, vocab_size, is_stored=bool(source))
     except BadRow as bad:
-        index, what = bad.args
-        where = f"{source or 'the given rows'}:"
-        if index is not None:
-            where = f"{source}: row {index}" if source else f"given row {index}"
-        raise UsageError(f"{where} {what}; {'prepare it again' if source else 'mend the row'}") from None
+        raise bad_row(bad, source, first) from None
+
+
+def bad_row(bad: BadRow, source: str, first: int = 0) -> UsageError:
+    """The error of a bad row; source, first: as `check_rows`."""
+    index, what = bad.args
+    where = f"{source}: row {first + index}" if source else f"given row {first + index}"
+    return UsageError(f"{where} {what}; {'prepare it again' if source else 'mend the row'}")
 
 
 def without_equal_pairs(rows: list[Row], source: str = "") -> tuple[list[Row], str]:
@@ -108,7 +119,7 @@ def share_columns(rows: Iterable[Row]) -> None:
         row["columns"] = names | row.get("columns", {})
 
 
-def _check(rows: Sequence[Any], stage: str, vocab_size: int | None, is_stored: bool) -> None:
+def _check(rows: Sequence[Any], stage: str, vocab_size: int | None, is_stored: bool) -> dict[str, Column]:
     needed = COLUMNS[stage]
     for index, row in enumerate(rows):
         if not isinstance(row, dict) or not needed <= row.keys():
@@ -120,7 +131,7 @@ def _check(rows: Sequence[Any], stage: str, vocab_size: int | None, is_stored: b
     if "prompt_len" in needed:
         _check_prompts(rows, stage, ids)
     if stage == "finetune":
-        _check_targets(rows, ids["input_ids"])
+        ids["targets"] = _check_targets(rows, ids["input_ids"])
     elif stage == "preference":
         _check_same_prompts(rows, ids)
     elif stage == "unpaired":
@@ -131,7 +142,8 @@ def _check(rows: Sequence[Any], stage: str, vocab_size: int | None, is_stored: b
         for index, (row, length) in enumerate(zip(rows, ids["input_ids"].lengths.tolist())):
             _check_dialogue(row, length, index)
     elif stage == "refuel":
-        _check_sides(rows, ids)
+        ids |= _check_sides(rows, ids)
+    return ids
 
 
 def _column(rows: Sequence[Row], name: str, kinds: frozenset[torch.dtype], what: str) -> Column:
@@ -179,7 +191,7 @@ def _check_prompts(rows: Sequence[Row], stage: str, ids: Mapping[str, Column]) -
             raise BadRow(first, f"has prompt_len {int(prompts[first])}, {said}")
 
 
-def _check_targets(rows: Sequence[Row], ids: Column) -> None:
+def _check_targets(rows: Sequence[Row], ids: Column) -> Column:
     targets = _column(rows, "targets", INTEGERS, "token ids")
     uneven = targets.lengths != ids.lengths
     if uneven.any():
@@ -189,10 +201,7 @@ def _check_targets(rows: Sequence[Row], ids: Column) -> None:
     if wrong.any():
         row, place, value = targets.first(wrong)
         raise BadRow(row, f"has targets[{place}] = {value}, neither {IGNORE_INDEX} nor the token there")
-    counted = targets.values != IGNORE_INDEX
-    counted[ids.lengths.cumsum(0) - ids.lengths] = False  # the first token of a row is never predicted
-    if not counted.any():
-        raise BadRow(None, f"there is nothing to learn, all targets are {IGNORE_INDEX}")
+    return targets
 
 
 def _check_same_prompts(rows: Sequence[Row], ids: Mapping[str, Column]) -> None:
@@ -235,10 +244,11 @@ def _is_whole(value: Any) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
-def _check_sides(rows: Sequence[Row], ids: Mapping[str, Column]) -> None:
+def _check_sides(rows: Sequence[Row], ids: Mapping[str, Column]) -> dict[str, Column]:
+    columns = {}
     for side in ("chosen", "rejected"):
         name, tokens = f"{side}_action_mask", ids[f"{side}_input_ids"]
-        masks = _column(rows, name, frozenset({torch.bool}), "True and False")
+        columns[name] = masks = _column(rows, name, frozenset({torch.bool}), "True and False")
         uneven = masks.lengths != tokens.lengths - 1
         if uneven.any():
             first = int(uneven.nonzero()[0])
@@ -251,6 +261,7 @@ def _check_sides(rows: Sequence[Row], ids: Mapping[str, Column]) -> None:
             value = row[f"{side}_reward"]
             if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
                 raise BadRow(index, f"has {side}_reward {_short(value)}, not a finite number")
+    return columns
 
 
 def _check_columns(columns: Any, index: int, is_stored: bool) -> None:

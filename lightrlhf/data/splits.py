@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import os
 import pickle
+import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,9 +20,10 @@ import torch
 
 from lightrlhf.cli.errors import UsageError, first_line, list_names
 from lightrlhf.cli.groups import DataArgs, DataSetsArgs
-from lightrlhf.data.schema import IGNORE_INDEX, TEXTS, Row, check_rows, share_columns, without_equal_pairs
+from lightrlhf.data.flat import FlatRows, from_stored
+from lightrlhf.data.packing import FlatWriter, pack
+from lightrlhf.data.schema import IGNORE_INDEX, TEXTS, Row, share_columns, without_equal_pairs
 from lightrlhf.storage.seals import check_sealed, seal
-from lightrlhf.storage.writing import make_folder, save_tensors, writing
 
 SPLITS = ("train", "validation", "test")
 
@@ -83,19 +85,44 @@ def load_split(
             raise NoValidation(f"{message}; prepare it with --validation_percentage")
         raise UsageError(message)
     check_sealed(Path(data_dir), [path.name, "args.json"], verify)
+    rows = read_rows(path, stage, vocab_size)
+    check_counted(rows, str(path))
+    listed = rows.to_list()
+    share_columns(listed)
+    return drop_equal_pairs(listed, str(path)) if stage == "preference" else listed
+
+
+def read_rows(path: Path, stage: str, vocab_size: int | None = None) -> FlatRows:
+    """The rows of a file: flat ones mapped, a list of dicts checked and packed. Raises: as `load_split`."""
     try:
-        rows = torch.load(path, weights_only=True, map_location="cpu")
+        stored = torch.load(path, weights_only=True, map_location="cpu", mmap=zipfile.is_zipfile(path))
     except pickle.UnpicklingError:
         raise UsageError(f"{path} holds objects other than plain data and was not loaded; prepare it again") from None
     except Exception as problem:
         raise UsageError(
             f"{path} is damaged ({type(problem).__name__}: {first_line(problem)}); prepare it again"
         ) from None
-    if not isinstance(rows, list) or not rows:
+    if isinstance(stored, dict) and "layout" in stored:
+        rows = from_stored(stored, stage, path)
+        check_ids(rows, str(path), vocab_size)
+        return rows
+    if not isinstance(stored, list) or not stored:
         raise UsageError(f"{path} holds no rows; prepare it again with more data or longer --max_length")
-    check_rows(rows, stage, str(path), vocab_size)
-    share_columns(rows)
-    return drop_equal_pairs(rows, str(path)) if stage == "preference" else rows
+    return pack(stored, stage, str(path), vocab_size)
+
+
+def check_counted(rows: FlatRows, source: str) -> None:
+    """Raises: UsageError when demonstrations have no target."""
+    if rows.stage == "finetune" and not rows.facts().counted:
+        raise UsageError(f"{source}: there is nothing to learn, all targets are {IGNORE_INDEX}; prepare the rows again")
+
+
+def check_ids(rows: FlatRows, source: str, vocab_size: int | None) -> None:
+    """Check the token ids of a file by its facts. Raises: UsageError."""
+    end, facts = 2**31 if vocab_size is None else vocab_size, rows.facts()
+    if facts.smallest < 0 or facts.largest >= end:
+        value = facts.smallest if facts.smallest < 0 else facts.largest
+        raise UsageError(f"{source} holds token id {value}, but token ids lie in [0, {end:,}); prepare it again")
 
 
 def drop_equal_pairs(rows: list[Row], source: str = "") -> list[Row]:
@@ -107,18 +134,13 @@ def drop_equal_pairs(rows: list[Row], source: str = "") -> list[Row]:
 
 
 def save_split(data_dir: str | Path, stage: str, split: str, rows: Sequence[Row]) -> Path:
-    """Write `{data_dir}/{stage}_{split}.pt` atomically and seal it, with ids as int32 views of one tensor, as prepared.
+    """Write `{data_dir}/{stage}_{split}.pt` atomically and seal it.
 
-    Raises: RunFailure when it cannot be written.
+    Raises: UsageError naming a bad row; RunFailure when it cannot be written.
     """
-    names = [name for name in rows[0] if name.endswith("input_ids")]
-    parts = [torch.as_tensor(row[name], dtype=torch.int32) for row in rows for name in names]
-    views = iter(torch.cat(parts).split([len(part) for part in parts]))
-    stored = [{**row, **{name: next(views) for name in names}} for row in rows]
     path = Path(data_dir) / f"{stage}_{split}.pt"
-    with writing(path):
-        make_folder(path.parent)
-    save_tensors(path, stored)
+    with FlatWriter(path, stage) as file:
+        file.extend(rows)
     seal(path.parent, [path.name])
     return path
 

@@ -71,7 +71,9 @@ def test_a_folder_without_a_seal_is_read_with_one_note(data, capsys):
 
 def test_sealing_new_files_keeps_the_hashes_of_the_others(data):
     (data / "finetune_test.pt").write_bytes(b"changed")
-    save_split(data, "preference", "train", [{"prompt_len": 1, "chosen_input_ids": [1, 2], "rejected_input_ids": [1]}])
+    save_split(
+        data, "preference", "train", [{"prompt_len": 1, "chosen_input_ids": [1, 2], "rejected_input_ids": [1, 3]}]
+    )
     with error_naming(UsageError, "finetune_test.pt"):
         load_split(data, "finetune", "test")
 
