@@ -269,8 +269,8 @@ def save_modules(text: str, folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_python_of_runs_and_checkpoints(working_dir, capsys):
-    text = (ROOT / "howto" / "runs_and_checkpoints.md").read_text(encoding="utf-8")
+def test_a_checkpoint_is_read_by_transformers_as_its_page_says(working_dir, capsys):
+    text = (ROOT / "howto" / "export.md").read_text(encoding="utf-8").partition("\n## Export\n")[0]
     snippets = [body for body, _ in blocks(text, "python")]
     printed = []
     for number, body in enumerate(snippets):

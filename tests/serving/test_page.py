@@ -1,4 +1,4 @@
-"""What howto/serve.md tells to type is answered."""
+"""What howto/export.md tells to type is answered."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from helpers.serving import serving
 from lightrlhf.serving.app import App
 from lightrlhf.serving.requests import OF_TEXT
 
-PAGE = (ROOT / "howto" / "serve.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "howto" / "export.md").read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,7 @@ def folder(tmp_path_factory, tokenizer):
 
 @pytest.mark.slow
 def test_the_requests_of_the_page_are_answered(folder, tmp_path, capsys):
-    (console,), (python,) = ([body for body, _ in blocks(PAGE, kind)] for kind in ("console", "python"))
+    (console,), (*_, python) = ([body for body, _ in blocks(PAGE, kind)] for kind in ("console", "python"))
     words = shlex.split(console.replace("\\\n", " ").removeprefix("$ "))
     assert words[:3] == ["curl", "-s", "http://127.0.0.1:8000/v1/chat/completions"] and words[3:6:2] == ["-H", "-d"]
     with serving(folder) as (url, server):
@@ -44,7 +44,7 @@ def test_the_table_has_every_route(monkeypatch):
     monkeypatch.setattr("lightrlhf.serving.app.Starlette", lambda routes, **_: routes)
     monkeypatch.setattr("lightrlhf.serving.app.KeyCheck", lambda app, _: routes.extend(app))
     App(engine=None, key="")
-    table = PAGE.split("## Routes of our own engine")[1].split("\n- ")[0]
+    table = PAGE.split("### Routes of our own engine")[1].split("\n- ")[0]
     assert {route.path for route in routes} == set(re.findall(r"[ `](/[\w/]+)", table))
     named = re.search(r"/v1/completions` \|(.*)\|", table)[1]
     assert set(re.findall(r"`(\w+)`", named)) <= OF_TEXT.keys()
