@@ -9,7 +9,7 @@
 
 Every combination is read by the parser of its program, so the file is refused as the command line would be.
 
-Left out: values that are drawn or depend on the results of others (howto/sweeps.md has a study by optuna), and flags
+Left out: values that are drawn or depend on the results of others (howto/python.md has a study by optuna), and flags
 that depend on each other.
 """
 

@@ -284,7 +284,7 @@ def test_a_checkpoint_is_read_by_transformers_as_its_page_says(working_dir, caps
 
 @pytest.mark.slow
 def test_the_program_of_the_page_on_python(working_dir, capsys):
-    ((body, _),) = blocks((ROOT / "howto" / "python.md").read_text(encoding="utf-8"), "python")
+    (body, _), _ = blocks((ROOT / "howto" / "python.md").read_text(encoding="utf-8"), "python")
     (working_dir / "snippet.py").write_text(body)
     runpy.run_path(str(working_dir / "snippet.py"))
     *steps, experiment = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("saved")]
@@ -295,7 +295,7 @@ def test_the_program_of_the_page_on_python(working_dir, capsys):
     assert given.keys() == {"policy", "tokenizer", "prompts", "reward"}
 
 
-def test_the_study_of_the_page_on_sweeps(working_dir, monkeypatch, capsys):
+def test_the_study_of_the_page_on_python(working_dir, monkeypatch, capsys):
     """With optuna's names, and a trial that takes the lower bound of each value."""
 
     class Study:
@@ -306,7 +306,7 @@ def test_the_study_of_the_page_on_sweeps(working_dir, monkeypatch, capsys):
             assert 0 < objective(trial) < 20 and n_trials > 1
 
     monkeypatch.setitem(sys.modules, "optuna", SimpleNamespace(create_study=lambda **_: Study()))
-    ((body, _),) = blocks((ROOT / "howto" / "sweeps.md").read_text(encoding="utf-8"), "python")
+    _, (body, _) = blocks((ROOT / "howto" / "python.md").read_text(encoding="utf-8"), "python")
     (working_dir / "study.py").write_text(body)
     runpy.run_path(str(working_dir / "study.py"))
     assert capsys.readouterr().out.splitlines()[-1] == "{'learning_rate': 1e-05}"
