@@ -1,4 +1,4 @@
-"""Whoever follows `howto/add_an_algorithm.md` in a copy of the tree has a whole program, and touches nothing else."""
+"""Whoever follows `howto/design.md` in a copy of the tree has a whole program, and touches nothing else."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from helpers import ROOT, environment
 
-PAGE = (ROOT / "howto" / "add_an_algorithm.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "howto" / "design.md").read_text(encoding="utf-8")
 FILES = ["lightrlhf/reinforce.py", "tests/programs/test_reinforce.py", "howto/algorithms/reinforce.md"]
 TABLE = "lightrlhf/programs.py"
 BLOCK = re.compile(r"`([\w/]+/\w+\.\w+)`[^`]*\n\n(````?)\w+\n(.*?)^\2$", re.MULTILINE | re.DOTALL)
