@@ -1,7 +1,5 @@
 """One tiny café, and one tiny experiment of each stage, made once for all tests."""
 
-from __future__ import annotations
-
 import gc
 import os
 import socket

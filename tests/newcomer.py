@@ -10,8 +10,6 @@ is there. A table tells how long each command took, and after how long there was
 Left out: a container's empty file system (the system's packages are those of this machine).
 """
 
-from __future__ import annotations
-
 import argparse
 import subprocess
 import sys

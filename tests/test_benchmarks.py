@@ -1,7 +1,5 @@
 """The benchmark with fake workers; floors counted by hand; the files of `--profile`."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Programs that run in forks are as those that run in processes of their own."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """The freeze tells what differs between two commits; its runs are made by `make freeze`."""
 
-from __future__ import annotations
-
 import torch
 
 from tests.freeze import cases, compare

@@ -1,7 +1,5 @@
 """`python -m tests.gpu` on a CPU: every row runs, and a file of results is never damaged."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

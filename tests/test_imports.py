@@ -1,7 +1,5 @@
 """Who may import whom, and which libraries are imported only when needed."""
 
-from __future__ import annotations
-
 import ast
 import re
 import subprocess

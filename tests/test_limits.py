@@ -1,7 +1,5 @@
 """How long a function, a class, a file, a program's loop and its imports may be."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from pathlib import Path

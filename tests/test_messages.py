@@ -1,7 +1,5 @@
 """Tests assert the facts of an error (flag, value, file, status), never its sentence, which may change."""
 
-from __future__ import annotations
-
 import ast
 import re
 

@@ -1,7 +1,5 @@
 """Tests leave no process behind: not one that fails, not one that detaches itself, not a session that is killed."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from contextlib import suppress

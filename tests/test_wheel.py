@@ -1,7 +1,5 @@
 """The wheel of `make wheel`, installed in a folder of its own and used in an empty one, without the checkout."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

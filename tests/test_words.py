@@ -1,7 +1,5 @@
 """Turns of phrase that make a reader look back, and how often each room of the library may still use them."""
 
-from __future__ import annotations
-
 import re
 import tokenize
 from collections import Counter

@@ -1,7 +1,5 @@
 """Flags: flat, typed, documented, refused in one line, and each of them read by its program."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import json

@@ -1,7 +1,5 @@
 """The command `lightrlhf`: programs as its words, titles, versions, completion, and what is missing."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

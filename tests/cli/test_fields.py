@@ -1,7 +1,5 @@
 """Each rule that a field declares is kept by each class that has the field."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import re

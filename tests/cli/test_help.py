@@ -1,7 +1,5 @@
 """`--help` fits on a screen or two, and stored flags that a program does not have are refused by name."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """A package that is not installed is one line: an optional one names its extra, a required one how to install it."""
 
-from __future__ import annotations
-
 import importlib
 import re
 import subprocess

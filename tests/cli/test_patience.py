@@ -1,7 +1,5 @@
 """How long programs wait for others: a number of seconds in the environment, else the usual one."""
 
-from __future__ import annotations
-
 import pytest
 
 from lightrlhf.cli.errors import UsageError

@@ -1,7 +1,5 @@
 """Files of sweeps: the combinations they stand for, and what is refused before anything is trained."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Attention by batched products is that of float64, forwards and backwards, and goes away again."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

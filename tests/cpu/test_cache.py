@@ -1,7 +1,5 @@
 """Attention over the columns of each slot is that of float64, and rows may come, move and leave."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The packed decoder gives the model's own logits, with adapters, biases and groups, and elsewhere steps aside."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from helpers import ARCHITECTURES, LLAMA, tiny_model, tiny_policy

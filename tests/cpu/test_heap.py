@@ -1,7 +1,5 @@
 """Memory that is freed and asked for again is not mapped anew."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Products by oneDNN are those of torch, forwards and backwards, for every layout, and go away again."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Batches and token ids: action masks, padding, packing, batching by length, splits."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from helpers.errors import error_naming

@@ -5,8 +5,6 @@ place with a harmless word: none comes from the text, and the template's own sta
 text that is refused yields no token, and holds where the harmless word is not refused.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import random

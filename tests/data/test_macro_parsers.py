@@ -1,7 +1,5 @@
 """Macro actions from a parser: character offsets of tokens, and segments from constituents."""
 
-from __future__ import annotations
-
 import sys
 import types
 

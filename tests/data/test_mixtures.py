@@ -1,7 +1,5 @@
 """Orders of several sets: each has its share, and each row comes as often as the others of its set."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

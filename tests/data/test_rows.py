@@ -1,7 +1,5 @@
 """Rows given from Python: messages by the chat template, and texts that spell no control token."""
 
-from __future__ import annotations
-
 import torch
 from helpers.data import chatml_like
 from helpers.errors import error_naming

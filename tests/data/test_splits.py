@@ -4,8 +4,6 @@ They go through the one function that reads splits; rows from Python through tha
 the programs themselves.
 """
 
-from __future__ import annotations
-
 import copy
 import shutil
 from datetime import date

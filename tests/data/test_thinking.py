@@ -1,7 +1,5 @@
 """Responses behind prompts that open or close thinking, and messages in the shape that a template takes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The token that ends an assistant turn, read off the chat template."""
 
-from __future__ import annotations
-
 import copy
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """What is trained and scored is the text that was given, whole, under tokenizers of every make; or it is refused."""
 
-from __future__ import annotations
-
 import pytest
 from helpers.data import byte_level, collected, every, gpt2_like, llama3_like
 from helpers.errors import error_naming

@@ -1,7 +1,5 @@
 """The café: what a good answer is, what each flaw breaks, and what the splits promise."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections import Counter

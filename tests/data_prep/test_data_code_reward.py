@@ -1,8 +1,6 @@
 # ruff: noqa: E501  (programs stand on one line each)
 """The code reward: hostile programs gain nothing and harm nobody, honest ones get all of theirs."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """Votes become the pairs that a reward model learns from, and that it does."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

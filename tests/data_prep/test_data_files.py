@@ -1,7 +1,5 @@
 """Files as they come: every format, folders with splits, and damage told in one line that names file and line."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os

@@ -1,7 +1,5 @@
 """The page on datasets, followed to the letter by somebody with a tokenizer of their own."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

@@ -1,7 +1,5 @@
 """Prepared data on a hub: what is uploaded, that it is read back, and what is refused before any work."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

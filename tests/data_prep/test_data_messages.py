@@ -1,7 +1,5 @@
 """Messages as people have them: weights, reasoning, tools, odd orders; unpaired feedback, documents, previews."""
 
-from __future__ import annotations
-
 import json
 import re
 

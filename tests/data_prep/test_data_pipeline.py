@@ -1,7 +1,5 @@
 """The shared pipeline: splits by prompt, filters that are counted, files that are whole, runs that repeat."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

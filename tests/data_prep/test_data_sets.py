@@ -1,7 +1,5 @@
 """Each set's raw schema, in small files written here, and every bad row its reader may meet."""
 
-from __future__ import annotations
-
 import copy
 import json
 import math

@@ -1,7 +1,5 @@
 """Demonstrations and reflections from text environments: the five datasets, resuming, a model that comments."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import shutil

@@ -1,7 +1,5 @@
 """Ids and masks under every kind of tokenizer: text comes back, one end token, no doubled beginning."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from helpers.data import chatml_like, collected, every, gpt2_like, llama3_like, sentencepiece_like, write_lines

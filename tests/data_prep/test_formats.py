@@ -4,8 +4,6 @@
 """
 
 # ruff: noqa: E501
-from __future__ import annotations
-
 import bz2
 import csv
 import gzip

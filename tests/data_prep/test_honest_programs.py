@@ -5,8 +5,6 @@ Programs in the styles of the sites that APPS was collected from, written for th
 not scored, whatever the program.
 """
 
-from __future__ import annotations
-
 import errno
 import importlib.util
 import json

@@ -1,7 +1,5 @@
 """Questions about the files of a tree: splits, templates, filters, and a model that writes them."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections import Counter

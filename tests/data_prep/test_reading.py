@@ -1,7 +1,5 @@
 """Files in pieces: arrays, separated values and arrow, with the line of each row and of each damage."""
 
-from __future__ import annotations
-
 import csv
 import json
 import os

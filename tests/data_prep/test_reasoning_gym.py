@@ -1,7 +1,5 @@
 """Procedural tasks as prompts and demonstrations: splits, options, what a scorer reads back, and refusals."""
 
-from __future__ import annotations
-
 import json
 import sys
 

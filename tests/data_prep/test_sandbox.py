@@ -7,8 +7,6 @@ newer versions of Landlock and the namespaces taken away. Left out: arm64 (its n
 table in `tests/data_prep/test_data_code_reward.py`, and were not run).
 """
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os

@@ -5,8 +5,6 @@ has, how many were equal, and how many rows were refused and counted, as they mu
 what they hold.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter, defaultdict

@@ -1,7 +1,5 @@
 """datasets_prep.train_tokenizer: a small tokenizer of a set's own language, which the data preparation takes."""
 
-from __future__ import annotations
-
 import gzip
 import json
 

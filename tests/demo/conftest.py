@@ -1,7 +1,5 @@
 """A trained policy for the demo, its backend, and the demo served to a headless browser."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import shutil

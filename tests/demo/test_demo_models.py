@@ -1,7 +1,5 @@
 """Models of the demo: streamed answers, log-ratios, the cache, and prompts."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import weakref

@@ -4,8 +4,6 @@ Every route that Gradio registers is tried without and with the password; every 
 would not send. A case holds when the request is refused (or answered as for anybody) and the page still serves.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

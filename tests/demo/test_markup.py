@@ -1,7 +1,5 @@
 """HTML of the demo: what is escaped, which parts a turn has, and thinking apart from the answer."""
 
-from __future__ import annotations
-
 import pytest
 
 from lightrlhf.demo.dialogue import prompt_of, split_thinking, user_turn, without_pending

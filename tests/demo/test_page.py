@@ -1,7 +1,5 @@
 """The demo's page: what it answers to whom, and errors."""
 
-from __future__ import annotations
-
 import dataclasses
 import html
 import re

@@ -1,7 +1,5 @@
 """The tab Rollouts without a browser: the index of a file, views and their addresses, and what is shown of them."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """The tab Rollouts in headless Chromium: runs of every RL program, and the way to a planted hack."""
 
-from __future__ import annotations
-
 import random
 import re
 import subprocess

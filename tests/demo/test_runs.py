@@ -1,7 +1,5 @@
 """What the tab Runs shows: lines over seeds, axes, warnings of the audit, samples, arguments, tables, the chart."""
 
-from __future__ import annotations
-
 import html
 import json
 import re

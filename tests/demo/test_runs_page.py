@@ -1,7 +1,5 @@
 """The tab Runs in headless Chromium: curves, the point under the mouse and its samples, warnings, files that grow."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re

@@ -1,7 +1,5 @@
 """The demo's backend: dialogues, prompts, answers side by side, pairs and votes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Each view of the demo in headless Chromium: what a person sees, presses and types."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

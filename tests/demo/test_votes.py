@@ -1,7 +1,5 @@
 """Votes: stored once per rater and pair, by several writers and across kills; tally and agreement."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """AutoExplore on a small tree."""
 
-from __future__ import annotations
-
 import pytest
 from helpers.explore import SECRET, TEXTS, grow, tasks_of
 

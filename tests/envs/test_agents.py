@@ -1,7 +1,5 @@
 """Agents of language models: prompts, choices and comments depend only on the seed and the episode."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

@@ -1,7 +1,5 @@
 """ALFWorld: the engine plays generated and published games, the planner wins, no global state is changed."""
 
-from __future__ import annotations
-
 import json
 import random
 import subprocess

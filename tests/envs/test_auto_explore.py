@@ -1,7 +1,5 @@
 """AutoExplore: costs, the oracle, reflections, what is visible, and the gymnasium interface."""
 
-from __future__ import annotations
-
 import copy
 import subprocess
 import sys

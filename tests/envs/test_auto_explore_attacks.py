@@ -1,7 +1,5 @@
 """AutoExplore under attack: a tree that changes, commands that try to escape, and tampered task folders."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

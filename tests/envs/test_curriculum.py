@@ -1,7 +1,5 @@
 """The curriculum: which stages a text means, and which starts an iteration takes."""
 
-from __future__ import annotations
-
 import pytest
 from helpers.errors import error_naming
 

@@ -1,7 +1,5 @@
 """The text environments' protocol, their prompts, and DangerousTaxi."""
 
-from __future__ import annotations
-
 import json
 import random
 import subprocess

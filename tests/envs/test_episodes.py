@@ -1,7 +1,5 @@
 """Episodes: how they are played and counted, their batch of decisions, and the buffer of successes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from helpers.errors import error_naming

@@ -1,7 +1,5 @@
 """The read-only view of a tree: hostile files, links and devices do no harm and reveal nothing outside."""
 
-from __future__ import annotations
-
 import codecs
 import json
 import os

@@ -1,7 +1,5 @@
 """examples/apps.sh: its problems are right, and pass@1 counts what passes."""
 
-from __future__ import annotations
-
 import json
 
 from datasets_prep.apps.prepare_data import to_row

@@ -1,7 +1,5 @@
 """The tables of pages are made from the rows that are kept; verdicts follow from intervals."""
 
-from __future__ import annotations
-
 import json
 import re
 

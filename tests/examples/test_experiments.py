@@ -1,7 +1,5 @@
 """Statistics and calls shared by the experiments, and that every flag they set exists."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

@@ -1,7 +1,5 @@
 """The notebook of examples/ runs from its first cell to its last, prints samples and draws a curve."""
 
-from __future__ import annotations
-
 import pytest
 from helpers import ROOT
 

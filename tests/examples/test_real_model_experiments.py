@@ -1,7 +1,5 @@
 """The experiments on a real model: they run at tiny size, resume, and claim what their rows say."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from types import ModuleType

@@ -1,7 +1,5 @@
 """The experiment on tasks with verifiers: it runs at tiny size, resumes, and claims what its rows say."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

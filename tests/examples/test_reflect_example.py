@@ -1,7 +1,5 @@
 """The Reflect-RL experiment: one short seed through the kinds of arms, and that a second call repeats nothing."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -5,8 +5,6 @@ metrics but times, kept samples, and the tensors of checkpoints and of `resume.p
 difference, and the exit status is 1 then. The results of the base are kept, by commit, case and machine.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import hashlib

@@ -4,8 +4,6 @@ A case is written once. Where the base has other flags or programs, tables say s
 next piece of work begins, for it is compared with the commit before it.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace

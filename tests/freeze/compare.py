@@ -1,7 +1,5 @@
 """Which parts of two records differ, bitwise."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from typing import Any

@@ -1,7 +1,5 @@
 """Rewards, a user and an environment that the runs of the freeze name; the same file in both trees."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal

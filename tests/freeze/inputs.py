@@ -1,7 +1,5 @@
 """Models and data of the runs, made once by the base: `python inputs.py FOLDER`."""
 
-from __future__ import annotations
-
 import shutil
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What is compared of a case: by name, such as `run 0 metrics row 3 train/loss`, a number, a text or a tensor."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator, Mapping

@@ -4,8 +4,6 @@ Imports nothing of `tests` but its neighbours, for the tree may be of another co
 tells how each case ended. A case takes a lock of its own, so that two workers do not run one case of the base at once.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import importlib

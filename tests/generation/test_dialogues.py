@@ -1,7 +1,5 @@
 """Dialogues: tokens stay as they were sampled, turns batch together, and whoever speaks as the user says its part."""
 
-from __future__ import annotations
-
 import json
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer

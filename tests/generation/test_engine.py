@@ -1,7 +1,5 @@
 """The engine samples what transformers samples, for any number of slots; scoring gives the same log-probabilities."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """The exchange folder: versions that are never used twice, other trainers' folders, and disks that fail."""
 
-from __future__ import annotations
-
 import errno
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Steps in buckets are the engine's own steps, and what a CUDA graph needs of them holds, as far as a CPU can tell."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

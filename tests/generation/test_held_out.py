@@ -1,7 +1,5 @@
 """Answers to the same validation prompts throughout SFT and DPO: rows as of RL programs, and training is unchanged."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """The client of OpenAI-compatible servers: a scripted one that misbehaves, and a real `transformers serve`."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import socket

@@ -1,7 +1,5 @@
 """Servers that misbehave: what no server said to a question is never an answer, and nothing ends in a traceback."""
 
-from __future__ import annotations
-
 import json
 import time
 

@@ -1,7 +1,5 @@
 """The prefix cache: the logits of uncached prompts, from fewer computed tokens."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from helpers import ARCHITECTURES, tiny_policy

@@ -1,7 +1,5 @@
 """The sampler of a run: whose rows and noise, which groups and numbers, and the check of the first rollout."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """The client of rollout servers against servers that are wrong, slow, gone, or have other weights than given."""
 
-from __future__ import annotations
-
 import threading
 import time
 

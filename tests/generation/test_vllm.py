@@ -4,8 +4,6 @@ Every case is tried once, after which the server is in order, so that the respon
 must end in one line that names the server, or in right responses of another server.
 """
 
-from __future__ import annotations
-
 import time
 
 import pytest

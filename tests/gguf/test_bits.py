@@ -3,8 +3,6 @@
 Left out: bits of metadata such as a number of heads, which only a checksum would show, and of the weights themselves.
 """
 
-from __future__ import annotations
-
 import random
 import struct
 import time

@@ -1,7 +1,5 @@
 """GGUF files that are broken, hostile or oddly named: one line each, and nothing of them in the cache."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -7,8 +7,6 @@ tiny` is the dry run: it goes through every row and measures nothing.
 Rows run in a worker. One that crashes, hangs or meets an error of CUDA fails alone: the next row gets a new worker.
 """
 
-from __future__ import annotations
-
 import datetime
 import json
 import os

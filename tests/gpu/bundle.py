@@ -7,8 +7,6 @@ Built are the pure wheels of all requirements, in the versions of this environme
 with torch, and an archive of the tree. A package that the image has is left alone, whatever its version.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import re
 import subprocess

@@ -5,8 +5,6 @@ response's noise to another token now and then, and all later figures follow the
 compared: all of it in programs that train on given texts, and of those that sample what does not depend on the text.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

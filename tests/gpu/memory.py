@@ -4,8 +4,6 @@ Texts fill their length, so that a step's largest pass is the estimate's. Peaks 
 the model is made. The runs score by a function, so a reward model is taken off the estimate.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

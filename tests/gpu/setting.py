@@ -1,7 +1,5 @@
 """What the rows of `python -m tests.gpu` share: the device, models of published shapes, and a row's result."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ and the backward pass alone over what the product's rate would do in that time. 
 `--precision bf16-mixed`. Runs end by an exception after their last step: nothing is saved.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import inspect

@@ -4,8 +4,6 @@ The first line that it writes describes the machine and lists the rows. It ends 
 work of the process would meet again.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import platform

@@ -1,7 +1,5 @@
 """Shared test code: tiny models of many architectures, runs of programs, readers of experiment dirs."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """Reward functions for `lightrlhf.check_reward`, right and faulty ones."""
 
-from __future__ import annotations
-
 import os
 import time
 

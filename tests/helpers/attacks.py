@@ -4,8 +4,6 @@ A test that uses the fixture `case` is an attack. They run in the nightly tier (
 one red case of each class.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 
 import pytest

@@ -4,8 +4,6 @@ SHARED has the `data` and the models `llama` and `scalar` that all processes sta
 `FOLDER/results.pt`: by name a tree of plain values and tensors.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import sys

@@ -1,7 +1,5 @@
 """A text environment in one file, a corridor with a trap, with a tokenizer and a small model for its texts."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

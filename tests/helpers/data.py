@@ -1,7 +1,5 @@
 """Tokenizers of each kind, trained in a moment on a few sentences, and small raw files."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """The demo as its tests use it: a backend of tiny models, and a page of it in a browser."""
 
-from __future__ import annotations
-
 import socket
 import time
 from pathlib import Path

@@ -5,8 +5,6 @@
 Serves the models of the quickstart, talks to them, and writes a PNG file of 256 colours for each picture.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import os

@@ -1,7 +1,5 @@
 """Experiment dirs with logs and without models, for the tab Runs."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

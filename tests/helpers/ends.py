@@ -1,7 +1,5 @@
 """Tokenizers whose turns end with other tokens than their texts, and a model that samples each of them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

@@ -1,7 +1,5 @@
 """What an error must name: a flag with its value, a file, a number; never its wording, which may change."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any

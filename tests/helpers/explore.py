@@ -1,7 +1,5 @@
 """A small source tree with its tasks for AutoExplore, and a guard that lets nothing but reading happen."""
 
-from __future__ import annotations
-
 import os
 import sys
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Programs on a disk that fails: forked from one warm process, in which a preloaded library fails the nth write."""
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import json

@@ -1,7 +1,5 @@
 """Programs with something to check or to break on a rank, named by import path in the jobs of `two_ranks.py`."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

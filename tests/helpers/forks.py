@@ -6,8 +6,6 @@ given, in a session of its own; ranks that it starts are forks of it. Where libr
 they are imported, and outside a test session, the module is run by a new interpreter.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import json

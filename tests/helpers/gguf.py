@@ -3,8 +3,6 @@
 The latter have any content, and the folder of a tiny model in a cache of the test's own.
 """
 
-from __future__ import annotations
-
 import struct
 from pathlib import Path
 from tempfile import NamedTemporaryFile

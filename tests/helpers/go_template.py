@@ -1,7 +1,5 @@
 """As much of Go's text templates as an exported Modelfile uses: fields, `if`, `else if`, `range`, `eq`, a variable."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What other harnesses read in our files: run by an interpreter that has the harness, JSON in and JSON out."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import sys

@@ -1,7 +1,5 @@
 """Held-out splits of a few rows, with answers that a tiny model gives to half of the prompts."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

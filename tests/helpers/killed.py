@@ -6,8 +6,6 @@ exists). As a module: runs in forks of a process that has imported the libraries
 second. Events are what changes a file, and the backward passes and optimiser steps between.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

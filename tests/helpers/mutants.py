@@ -14,8 +14,6 @@ Left out: random faults in annotations, decorators, docstrings, texts and the ar
 number.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import contextlib

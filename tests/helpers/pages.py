@@ -1,7 +1,5 @@
 """Commands in the documentation's pages."""
 
-from __future__ import annotations
-
 import importlib
 import re
 import shlex

@@ -6,8 +6,6 @@ mark. Left out: programs with an environment of their own (the code sandbox ends
 itself, whose environment is read as it was before the mark.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

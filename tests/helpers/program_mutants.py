@@ -4,8 +4,6 @@ Each program has ten pairs of a text that occurs once and its replacement; `muta
 `tests/programs/test_program_mutants.py` checks that the list still applies.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 FAULTS: dict[str, list[tuple[str, str]]] = {

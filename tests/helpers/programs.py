@@ -1,7 +1,5 @@
 """The programs of the library, their argument classes, and which of their fields the code reads."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import functools

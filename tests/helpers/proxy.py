@@ -1,7 +1,5 @@
 """A forwarder between a client and a server that may change what passes, as a server with a fault would."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import threading

@@ -3,8 +3,6 @@
 Test files that import this are skipped where there is none.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Reward functions, judges and users that tests name by import path, such as `helpers.rewards:length`."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import os

@@ -1,7 +1,5 @@
 """The client of rollout servers against fake ones, and the responses that these give when they are in order."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch
@@ -36,7 +34,7 @@ class Client:
         self.args = args_of(*servers, **options)
         self.folder = folder
 
-    def __enter__(self) -> Client:
+    def __enter__(self) -> "Client":
         self.servers = RolloutServers(self.args, vocabulary=64)
         self.servers.load(target(self.folder))
         return self

@@ -1,7 +1,5 @@
 """Files of rollouts as programs write them, without training: single rows, and a run whose reward is hacked."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """Rollouts of given prompts and responses."""
 
-from __future__ import annotations
-
 import torch
 
 from lightrlhf.data.batch import Rollout, response_batch

@@ -5,8 +5,6 @@ more raises, as those of GPUs do; one that makes a float64 tensor of the device 
 made on it and used under `using_device()`.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import sys
@@ -34,7 +32,7 @@ class OnDevice(torch.Tensor):
     host: torch.Tensor
 
     @staticmethod
-    def __new__(cls, host: torch.Tensor) -> OnDevice:
+    def __new__(cls, host: torch.Tensor) -> "OnDevice":
         layout = {"strides": host.stride(), "storage_offset": host.storage_offset(), "layout": host.layout}
         return torch.Tensor._make_wrapper_subclass(cls, host.size(), dtype=host.dtype, device=DEVICE, **layout)
 

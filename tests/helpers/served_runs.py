@@ -4,8 +4,6 @@ A server writes down what it answers. Which prompts make a request depends on th
 is one call of the engine, so a run on two servers is bit by bit the same whichever of them sample.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

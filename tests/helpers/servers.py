@@ -1,7 +1,5 @@
 """A scripted OpenAI-compatible server with faults."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket
@@ -114,7 +112,7 @@ class RawServer:
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self.listener.getsockname()[1]}/v1"
 
-    def __enter__(self) -> RawServer:
+    def __enter__(self) -> "RawServer":
         threading.Thread(target=self._accept, daemon=True).start()
         return self
 

@@ -1,7 +1,5 @@
 """`python -m lightrlhf.serve` in a process of its own, which tests may kill and start again on the same port."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import subprocess

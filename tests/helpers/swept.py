@@ -4,8 +4,6 @@
 the first step those with $SWEPT_ENDS get SIGTERM, and those with $SWEPT_WAITS wait until the file $SWEPT_GATE exists.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

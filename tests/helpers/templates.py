@@ -7,8 +7,6 @@ expectations (`expected_turn`) come from the tokenizer alone, never from the cod
 Left out: pictures and sound, templates that print the date, and calls of built-in tools.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import unicodedata

@@ -1,7 +1,5 @@
 """Runs of every training program as small as they get: a few steps of a model of width 16, in tenths of a second."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Models with changed weights, and models read by plain transformers."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

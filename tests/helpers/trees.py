@@ -1,7 +1,5 @@
 """What is on disk: every file, folder and link below some folders, to see that nothing has changed."""
 
-from __future__ import annotations
-
 import hashlib
 from pathlib import Path
 

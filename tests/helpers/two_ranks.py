@@ -6,8 +6,6 @@ may have: `ranks`, their number, else two; `folders`, a working directory per ra
 there is a checkpoint below `log_dir`; `variables`, of the environment, per rank.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Exact models and plain gradient descent, for tests that write a program's update in float64 from its paper."""
 
-from __future__ import annotations
-
 import copy
 
 import torch

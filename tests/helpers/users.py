@@ -3,8 +3,6 @@
 Left out: becoming another user without being root.
 """
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os

@@ -1,7 +1,5 @@
 """Votes of raters in the demo's format."""
 
-from __future__ import annotations
-
 from lightrlhf.cli.errors import one_line_errors
 from lightrlhf.demo.votes import append_vote, pair_id
 

@@ -4,8 +4,6 @@ The file is a LevelDB log: a header of 7 bytes, then blocks of 32 KiB of chunks,
 record is one chunk (kind 1), or a first (2), middle (3) and last one (4).
 """
 
-from __future__ import annotations
-
 import json
 import struct
 from collections.abc import Iterator

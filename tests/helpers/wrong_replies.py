@@ -1,7 +1,5 @@
 """Invalid replies of a rollout server: a table of them, by name."""
 
-from __future__ import annotations
-
 import copy
 import gzip
 import json

@@ -1,7 +1,5 @@
 """Every causal language model that the installed transformers can build tiny from its configuration alone."""
 
-from __future__ import annotations
-
 import torch
 
 from lightrlhf.models.roles import Policy

@@ -1,7 +1,5 @@
 """Values that are not finite are found in every precision, and large finite ones are not taken for them."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

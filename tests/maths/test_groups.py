@@ -1,7 +1,5 @@
 """Group advantages against formulas written out in float64, from the papers."""
 
-from __future__ import annotations
-
 import math
 import statistics
 

@@ -1,7 +1,5 @@
 """Log-probabilities of a head: by hand in float64, and in chunks of each kind."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

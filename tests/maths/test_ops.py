@@ -1,7 +1,5 @@
 """Each formula against a float64 reference with plain loops from the paper it comes from, and its properties."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

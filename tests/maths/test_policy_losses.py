@@ -1,7 +1,5 @@
 """Policy losses, weights of tokens and KL terms against the papers' formulas in float64; KL gradients enumerated."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

@@ -1,7 +1,5 @@
 """Losses on pairs and on labelled responses: the papers' formulas in plain floats, and what must hold of each."""
 
-from __future__ import annotations
-
 import math
 import random
 from functools import partial

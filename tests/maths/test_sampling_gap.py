@@ -4,8 +4,6 @@ The enumeration has three tokens, the first of which ends a response, and at mos
 The sampler mu is the trainer's pi_old at another temperature and with errors in its logits.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 

@@ -1,7 +1,5 @@
 """Scores of models against formulas written out in float64, and what they must keep: RewardBench 2, pass@k, lengths."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import random

@@ -1,7 +1,5 @@
 """Intervals of Student's t against its tabulated quantiles."""
 
-from __future__ import annotations
-
 import pytest
 
 from lightrlhf.maths.student import interval, quantile

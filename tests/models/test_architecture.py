@@ -1,7 +1,5 @@
 """Every causal language model that transformers builds tiny, in every role: exact, or one line that names it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from helpers import PAIRS, alone, gradients, mixed_batch, rows_of

@@ -1,7 +1,5 @@
 """A model whose tensors are not all there is refused by the first one's name; tensors without a place are named."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

@@ -1,7 +1,5 @@
 """Frozen weights held in bfloat16: only their storage differs from a base that had been rounded to it."""
 
-from __future__ import annotations
-
 import copy
 import shutil
 from pathlib import Path

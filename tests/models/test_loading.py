@@ -1,7 +1,5 @@
 """Trainable parameters of each fine-tuning mode, and exported models equal the trained ones."""
 
-from __future__ import annotations
-
 import copy
 import shutil
 from functools import partial

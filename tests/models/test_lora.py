@@ -1,7 +1,5 @@
 """LoRA: a checkpoint equals the trained model when loaded by lightrlhf, transformers or peft; roles on one backbone."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

@@ -1,7 +1,5 @@
 """rsLoRA, DoRA and initialisations: each begins as its base, and a checkpoint equals the trained model."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

@@ -1,7 +1,5 @@
 """Packing: values and gradients as of separate rows, from fewer tokens."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """Quantised bases with adapters, and optimisers of bitsandbytes: training, saving, resuming."""
 
-from __future__ import annotations
-
 import shutil
 
 import pytest

@@ -1,7 +1,5 @@
 """Roles: padding and packing change no output, for each architecture."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from helpers import (

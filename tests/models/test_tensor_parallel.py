@@ -1,7 +1,5 @@
 """Which models and flags layers are split for; training on 2 x 2 ranks is in tests/training/test_devices.py."""
 
-from __future__ import annotations
-
 import pytest
 from helpers import tiny_model
 from helpers.errors import error_naming

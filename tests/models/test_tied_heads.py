@@ -1,7 +1,5 @@
 """Adapters on an output layer that is tied to the embedding: their logits are kept wherever they are merged."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from helpers import CPU, rows_of, save_model, tiny_model

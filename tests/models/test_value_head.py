@@ -1,7 +1,5 @@
 """The critic on the policy's hidden states."""
 
-from __future__ import annotations
-
 import torch
 from helpers import tiny_policy
 

@@ -1,7 +1,5 @@
 """Whoever follows `howto/design.md` in a copy of the tree has a whole program, and touches nothing else."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Settings of others: every file is one that `--config` reads, and holds the numbers of its table."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """howto/design.md agrees with the code where it lists files, rooms and columns."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import re

@@ -1,7 +1,5 @@
 """The documented commands run, at tiny size; the pages name the metrics that are logged and the flags that exist."""
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import dataclasses

@@ -1,7 +1,5 @@
 """What lists programs is written from the one table of them, `lightrlhf/programs.py`."""
 
-from __future__ import annotations
-
 import runpy
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """howto/migrating.md names what other systems have, and the parser answers alike; SheepRL's commands pass it."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 

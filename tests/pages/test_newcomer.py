@@ -1,7 +1,5 @@
 """What `make newcomer` does with the commands of a page: one shell, in order, up to the first that fails."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

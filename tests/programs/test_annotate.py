@@ -1,7 +1,5 @@
 """Annotation: every kind of scorer, the pairs that are chosen, and what is counted instead of dropped."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections import Counter

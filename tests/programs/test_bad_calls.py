@@ -1,7 +1,5 @@
 """Bad calls of every program: each is refused in one line that names the flag or the file, and nothing is written."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import json

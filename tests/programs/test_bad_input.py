@@ -3,8 +3,6 @@
 Messages are pinned by the flags, files and values they name, not by their sentences.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import math

@@ -7,8 +7,6 @@ and all that follows from it, such as a whole rollout of PPO. Left out: other pr
 without AVX512 has the same setting under two names.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

@@ -1,7 +1,5 @@
 """lightrlhf.check_reward: each case it tries, by a function with that fault."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """The doctor: what it says of packages, of the machine, and of models that fit."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from helpers.errors import error_naming

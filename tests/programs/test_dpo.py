@@ -1,7 +1,5 @@
 """DPO: every loss by its formula in plain Python, one gradient however it is cut, a reference that is checked."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

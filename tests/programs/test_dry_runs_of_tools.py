@@ -1,7 +1,5 @@
 """`--dry_run` of the tools: one batch is done and printed, and no file is changed."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import tempfile

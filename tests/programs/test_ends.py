@@ -1,7 +1,5 @@
 """Every place where a response ends: rollouts, `generate`, the demo, dialogues, scorers, and transformers."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

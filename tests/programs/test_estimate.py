@@ -1,7 +1,5 @@
 """lightrlhf.estimate: exact where it claims to be, proportional elsewhere."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

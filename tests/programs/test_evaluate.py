@@ -1,7 +1,5 @@
 """lightrlhf.evaluate: results against computations by hand, files, errors."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

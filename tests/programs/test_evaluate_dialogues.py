@@ -1,7 +1,5 @@
 """lightrlhf.evaluate_dialogues: results by turn, files, errors."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """lightrlhf.evaluate_env: who acts, from which starts, in how many repeats, and what the table says of it."""
 
-from __future__ import annotations
-
 import json
 import threading
 from pathlib import Path

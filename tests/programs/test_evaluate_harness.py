@@ -3,8 +3,6 @@
 The harnesses themselves read these files in tests/real_harness.
 """
 
-from __future__ import annotations
-
 import json
 import shlex
 import shutil

@@ -1,7 +1,5 @@
 """lightrlhf.evaluate: rewards by functions, pass@k, files of responses, rankings; results against sums by hand."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

@@ -1,7 +1,5 @@
 """lightrlhf.export: what it writes is the model it was made of, and what is not is not kept."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

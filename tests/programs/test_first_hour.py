@@ -1,7 +1,5 @@
 """Mistakes of a first hour: each is answered in one line whose remedy works."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from pathlib import Path

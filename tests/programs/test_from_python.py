@@ -1,7 +1,5 @@
 """Programs called from Python: objects instead of flags, a hook, and resuming with the same objects."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import json

@@ -5,8 +5,6 @@ meet it, too. A run without a fault lists its calls; each kind of call on each k
 in the first program that has it, once by each errno.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Generation to files: killed, sharded or remote, every prompt has exactly one row."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

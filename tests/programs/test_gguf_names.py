@@ -1,7 +1,5 @@
 """Programs take a GGUF file, or the package that has one, wherever they take a model."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import shutil

@@ -1,7 +1,5 @@
 """GRPO: one gradient however a rollout is cut, baselines of whole groups, and groups that are replaced."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

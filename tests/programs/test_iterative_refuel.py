@@ -1,7 +1,5 @@
 """REFUEL in iterations: turns and pairs are what the flags say, stages leave files that a kill does not change."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Judging pairs: verdicts are kept, position bias and malformed replies are counted, intervals are right."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -4,8 +4,6 @@ Each killed run is resumed and compared bitwise with one that was left alone: we
 random states. `LIGHTRLHF_KILL_SEED` repeats a choice of random events.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import shutil

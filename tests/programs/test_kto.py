@@ -1,7 +1,5 @@
 """KTO and BCO on labelled responses: a step as written down, one gradient however it is cut, resuming, refusals."""
 
-from __future__ import annotations
-
 import math
 import random
 import shutil

@@ -1,7 +1,5 @@
 """Faults in the code that trains, random ones and written ones: the tests notice each, or it changes no result."""
 
-from __future__ import annotations
-
 import pytest
 from helpers import ROOT, mutants
 from helpers.program_mutants import TESTS

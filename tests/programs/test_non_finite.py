@@ -4,8 +4,6 @@ And damaged newest checkpoints: a run is resumed from the last good one and ends
 case runs in a fork, which is made faulty first.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

@@ -1,7 +1,5 @@
 """Online preference learning: its stages leave their files, a kill changes nothing, its flags mean what they say."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Online preference learning: an update, from responses to weights, equals one written in float64 from the papers."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Online REFUEL: pairs share the data's prefix, rewards are what the flags say, a resumed run ends the same."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

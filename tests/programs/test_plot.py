@@ -1,7 +1,5 @@
 """lightrlhf.plot: input, curves, errors."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

@@ -1,7 +1,5 @@
 """PPO: each loss by its formula, one gradient however it is cut, and a start where policy and reference agree."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import json

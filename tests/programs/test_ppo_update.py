@@ -1,7 +1,5 @@
 """PPO: a whole update, from scores to weights of actor and critic, equals one written in float64 from the papers."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import math

@@ -1,7 +1,5 @@
 """The list of one-line faults applies to the programs as they are."""
 
-from __future__ import annotations
-
 import ast
 
 import pytest

@@ -1,7 +1,5 @@
 """The quickstart: what it prints about its results, and a system without what only Unix has."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

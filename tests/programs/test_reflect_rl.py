@@ -1,7 +1,5 @@
 """Reflect-RL: losses by formula, advantages by hand, sampling equal to scoring, a run that learns and resumes."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json

@@ -1,7 +1,5 @@
 """REFUEL's loss against plain Python, and training on a folder of pairs alone."""
 
-from __future__ import annotations
-
 import math
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Reward modelling: three losses by their formulas, one gradient however it is cut, a model transformers can read."""
 
-from __future__ import annotations
-
 import json
 import math
 

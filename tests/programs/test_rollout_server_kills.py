@@ -4,8 +4,6 @@ Which prompts make a request does not depend on which server answers, so every r
 alone. One kill of each kind, then the attacks with many; `LIGHTRLHF_KILL_SEED` repeats their random times.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

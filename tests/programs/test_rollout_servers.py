@@ -1,7 +1,5 @@
 """Runs that sample on servers: bitwise those of the engine in the process, with one or several ranks, and resumed."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

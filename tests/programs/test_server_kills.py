@@ -6,8 +6,6 @@ there. Events are changes of files, rows (before, in the midst of and after each
 as several requests are under way, the event of a number differs a little from run to run.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Programs beside PPO and GRPO that sample on servers: what they write is what the local engine gives."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from importlib.util import find_spec

@@ -1,7 +1,5 @@
 """Supervised fine-tuning: the loss is the paper's, its gradient is that of the whole mini-batch, its runs are whole."""
 
-from __future__ import annotations
-
 import copy
 import json
 import math

@@ -4,8 +4,6 @@ The run left alone tells its memory, file descriptors, threads and children ever
 `SOAK_STEPS` (an environment variable, 10,000 by default) take twice.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

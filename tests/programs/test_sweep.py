@@ -1,7 +1,5 @@
 """lightrlhf.sweep: which runs are trained, resumed, tried again or refused; the table, the picture, and signals."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import signal

@@ -3,8 +3,6 @@
 Arena-Hard is no package, and was not run.
 """
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """lm-eval and inspect-ai run a checkpoint on the tasks written for them, and find what `lightrlhf.evaluate` finds."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """GGUF files that llama.cpp itself reads: the same token ids, logits and greedy decoding."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 
 import pytest

@@ -1,7 +1,5 @@
 """The café for tests over a real vLLM: data, an SFT checkpoint, and prompts longer than a block of the cache."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """A policy with adapters, which a real vLLM puts on its own base."""
 
-from __future__ import annotations
-
 import pytest
 from helpers.proxy import FirstAdapter
 from helpers.real_vllm import assert_no_gap, serving_vllm

@@ -1,7 +1,5 @@
 """A real vLLM that computes in bfloat16, for a run in float32."""
 
-from __future__ import annotations
-
 import pytest
 from helpers.proxy import Faults
 from helpers.real_vllm import serving_vllm

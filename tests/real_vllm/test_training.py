@@ -1,7 +1,5 @@
 """GRPO and PPO whose responses a real vLLM samples: no gap to the trainer, and each fault is named."""
 
-from __future__ import annotations
-
 import pytest
 from helpers.proxy import Faults, NoReload, OldHead, OtherVersion, StaleCache, forwarding
 from helpers.real_vllm import assert_no_gap, serving_vllm

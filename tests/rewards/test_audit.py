@@ -3,8 +3,6 @@
 The thresholds of `rewards/audit.py` come from `false_warnings` and `delays` with 1,000 runs a curve.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

@@ -1,7 +1,5 @@
 """Columns that only some rows have: a function gets them in every batch, None where a row has none."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from helpers import rewards, tiny_model

@@ -1,7 +1,5 @@
 """Reward functions of all signatures, several of them weighted, and processes that can be killed."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import os

@@ -1,7 +1,5 @@
 """Scores come from text or ids, rewards stand at the last action, and the KL coefficient moves as published."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

@@ -1,7 +1,5 @@
 """Verifiers pay right answers in any common form, and nothing else; what cannot be judged is not scored."""
 
-from __future__ import annotations
-
 import json
 import math
 

@@ -1,7 +1,5 @@
 """Our own engine behind the routes: what it samples, what it refuses, and weights that change while it runs."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import json

@@ -1,7 +1,5 @@
 """What howto/export.md tells to type is answered."""
 
-from __future__ import annotations
-
 import json
 import re
 import runpy

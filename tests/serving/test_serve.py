@@ -1,7 +1,5 @@
 """`python -m lightrlhf.serve` as a program: our own engine in a process, and the command for vLLM."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

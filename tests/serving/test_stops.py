@@ -1,7 +1,5 @@
 """Streamed answers are the whole ones, character for character, however a stop text is split over tokens."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

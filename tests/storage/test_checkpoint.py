@@ -1,7 +1,5 @@
 """Checkpoints are atomic, and later damage is detected."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

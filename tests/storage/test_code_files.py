@@ -1,7 +1,5 @@
 """Files that carry code, in every place that a program reads: none of it runs; a canary file would appear."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Curves over runs: columns, resumed runs, groups of seeds, means and errors, smoothing, thinning."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Destinations inside experiment dirs and checkpoints are refused by every program that writes to a given path."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import shutil

@@ -1,7 +1,5 @@
 """JSONL files: a kill leaves complete rows, and a restart resumes after them."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -1,7 +1,5 @@
 """Locks: a second process is refused and told who holds the lock; the end of the holder releases it."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

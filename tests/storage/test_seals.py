@@ -1,7 +1,5 @@
 """Seals of prepared data, runs and checkpoints: what changed since it was written is named, and how to go on."""
 
-from __future__ import annotations
-
 import json
 import random
 import shutil

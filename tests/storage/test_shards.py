@@ -1,7 +1,5 @@
 """Shards of a file: who writes which rows, and who merges them."""
 
-from __future__ import annotations
-
 import json
 import os
 

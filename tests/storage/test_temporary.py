@@ -1,7 +1,5 @@
 """Temporary names: what killed processes left is removed, and nothing else, whatever its name."""
 
-from __future__ import annotations
-
 import errno
 import os
 import subprocess

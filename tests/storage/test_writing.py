@@ -1,7 +1,5 @@
 """A disk that cannot be written is one line, whichever package meets it, and leaves nothing half written."""
 
-from __future__ import annotations
-
 import errno
 import os
 import resource

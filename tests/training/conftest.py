@@ -1,7 +1,5 @@
 """A run of no program, for tests of its parts."""
 
-from __future__ import annotations
-
 import pytest
 
 from lightrlhf.cli.groups import TrainArgs

@@ -1,7 +1,5 @@
 """Which device `--accelerator` is, the same for every program, and what one without float64 refuses."""
 
-from __future__ import annotations
-
 import json
 import platform
 

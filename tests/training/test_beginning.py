@@ -1,7 +1,5 @@
 """A resumed run must have the rows per step and the sources with which it began."""
 
-from __future__ import annotations
-
 import copy
 import importlib
 import shutil

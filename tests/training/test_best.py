@@ -1,7 +1,5 @@
 """The best checkpoint is kept, also when a run is killed, and a run that gets no better stops."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import shutil

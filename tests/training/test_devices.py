@@ -4,8 +4,6 @@ Two ranks on gloo and the CPU. What needs many pairs of processes is forked off 
 (`two_ranks.py`), all at once; the ranks that torchrun and Fabric's launcher start are forks, too (`forks.py`).
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import shutil

@@ -1,7 +1,5 @@
 """`--dry_run` of the training programs: a step whose texts are shown as they are trained, and no file changed."""
 
-from __future__ import annotations
-
 import re
 import tempfile
 

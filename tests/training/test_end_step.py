@@ -1,7 +1,5 @@
 """`run.end_step`: what ends a step logs, evaluates and saves, and leaves all that is learned from unchanged."""
 
-from __future__ import annotations
-
 import copy
 import random
 

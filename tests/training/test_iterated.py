@@ -1,7 +1,5 @@
 """Programs in iterations: what they have in common."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

@@ -1,7 +1,5 @@
 """`latest` and `--output_dir`: which folder a run has, under which names it is found, and what is refused."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """Learners: schedules, clipping, and what is not finite."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """What TensorBoard and W&B get of a run: curves, texts and arguments, read back from their own files."""
 
-from __future__ import annotations
-
 import shutil
 import socket
 import threading

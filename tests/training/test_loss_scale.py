@@ -1,7 +1,5 @@
 """`--precision 16-mixed`: what is scaled, skipped and resumed; on CPUs, with torch's scaler for them."""
 
-from __future__ import annotations
-
 import math
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Rows of metrics: means over the steps since the row before."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

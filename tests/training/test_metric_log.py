@@ -1,7 +1,5 @@
 """The log of metrics."""
 
-from __future__ import annotations
-
 import pytest
 from helpers import metrics
 

@@ -1,7 +1,5 @@
 """Model cards: a header that the hub reads, where a model comes from, how to use it, and no path of this machine."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

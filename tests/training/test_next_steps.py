@@ -1,7 +1,5 @@
 """What to type after a run: commands that exist, with the run's own paths, where its program was started by itself."""
 
-from __future__ import annotations
-
 import shlex
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The order of the data: epochs, numbers of steps, and the names of rows in errors."""
 
-from __future__ import annotations
-
 import pytest
 from helpers import CPU, last_checkpoint
 

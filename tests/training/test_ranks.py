@@ -1,7 +1,5 @@
 """Ranks: shares of a batch, and random numbers (collectives: test_devices.py)."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Rows that are scored before training: those that the steps read, once, whatever was killed, resumed or stored."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What `resume.pt` holds: the trained weights that a checkpoint's own files lack, and no others."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`rollouts.jsonl`: rows of every RL program that agree with the rollout, the same ones when a run is resumed."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

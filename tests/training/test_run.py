@@ -1,7 +1,5 @@
 """Runs: killed and resumed they are as if never killed, and a bad step changes nothing (ranks: test_devices.py)."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

@@ -1,7 +1,5 @@
 """Files of a run: folders, arguments, uploads."""
 
-from __future__ import annotations
-
 import json
 import time
 from pathlib import Path

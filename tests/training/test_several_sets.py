@@ -1,7 +1,5 @@
 """Several sets in --data_dir: an epoch, weights, resuming, and what must be equal between them."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

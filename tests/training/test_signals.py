@@ -3,8 +3,6 @@
 Signals are real ones, sent to forks of this process at their own events.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

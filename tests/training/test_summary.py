@@ -1,7 +1,5 @@
 """What a run prints: a banner first, a table last, once whatever the number of ranks."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys
