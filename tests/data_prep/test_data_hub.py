@@ -10,6 +10,7 @@ import huggingface_hub
 import pytest
 from helpers import CPU
 from helpers.data import gpt2_like, write_lines
+from helpers.errors import refused
 from huggingface_hub import DatasetCard
 
 from datasets_prep.generic import prepare_data as generic
@@ -112,10 +113,7 @@ def test_what_cannot_be_uploaded_is_refused_before_any_work(
         (generic.main, flags),
         (sft.main, ["--data_dir", "data", "--model_name", "tiny"]),
     ):
-        with pytest.raises(SystemExit) as stop:
-            main([*words, "--push_to_hub", name])
-        error = capsys.readouterr().err
-        assert stop.value.code == 2 and message in error and error.count("\n") == 1
+        assert message in refused(capsys, main, *words, "--push_to_hub", name)
     assert not hub.calls and not (tmp_path / "data").exists()
 
 

@@ -5,7 +5,7 @@ import re
 
 import pytest
 from helpers import ROOT
-from helpers.errors import error_naming
+from helpers.errors import error_naming, refused
 
 from examples.experiments import (
     claims,
@@ -182,6 +182,4 @@ def test_a_table_of_a_page():
 
 
 def test_keeping_rows_needs_their_folder(capsys):
-    with pytest.raises(SystemExit):
-        claims.main(["--keep", "macro_actions"])
-    assert "--keep and --output_dir go together" in capsys.readouterr().err
+    assert "--keep and --output_dir go together" in refused(capsys, claims.main, "--keep", "macro_actions")

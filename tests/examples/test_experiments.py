@@ -11,7 +11,7 @@ from types import ModuleType
 import psutil
 import pytest
 from helpers import ROOT
-from helpers.errors import error_naming
+from helpers.errors import error_naming, refused
 from helpers.pages import args_class
 
 from examples.experiments import (
@@ -286,9 +286,7 @@ def test_a_run_on_letters_ends_where_the_mean_of_five_scores_reaches_the_target(
 
 @pytest.mark.parametrize("flags", [["--settings", "chess"], ["--arms", "n=3"], ["--seeds", "-1"]])
 def test_bad_flags_of_macro_actions_are_one_line(flags, capsys):
-    with pytest.raises(SystemExit):
-        macro_actions.main(flags)
-    assert " ".join(flags) in capsys.readouterr().err
+    assert " ".join(flags) in refused(capsys, macro_actions.main, *flags)
 
 
 def test_curves_are_read_at_equal_samples_and_at_equal_time():

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers import CPU, last_checkpoint, metrics, mixed_batch, rows_of, save_model, weights
-from helpers.errors import error_naming
+from helpers.errors import error_naming, refused
 from helpers.trained import config_of, logits_of, plain, train_a_little
 
 from lightrlhf.cli.errors import UsageError
@@ -277,10 +277,8 @@ def test_dora_is_refused_on_a_shared_backbone(program, cafe_data, base_model, tm
 
     flags = ["--data_dir", str(cafe_data), "--log_dir", str(tmp_path), *CPU, "--model_name", str(base_model)]
     flags += ["--finetune_mode", "lora", "--use_dora", "True", *LENGTH, *SMALL]
-    with pytest.raises(SystemExit) as ended:
-        import_module(f"lightrlhf.{program}").main(flags)
-    error = capsys.readouterr().err
-    assert ended.value.code == 2 and "--use_dora True: a DoRA adapter must stand alone" in error
+    error = refused(capsys, import_module(f"lightrlhf.{program}").main, *flags)
+    assert "--use_dora True: a DoRA adapter must stand alone" in error
     assert ("--share_backbone False" in error) == (program == "ppo") and len(error.strip().splitlines()) == 1
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import CPU, last_checkpoint, save_model
+from helpers.errors import refused
 from safetensors.torch import load_file, save_file
 
 from lightrlhf.annotate import choose, main, penalised
@@ -193,9 +194,9 @@ def test_a_pair_model_is_trained_evaluated_and_holds_tournaments(tmp_path, cafe_
     wins = [sum(chance(0, b) + 1 - chance(b, 0) for b in (1, 2, 3)) / 6]
     assert rows[0]["rewards"][0] == pytest.approx(wins[0], abs=1e-5)
     assert sum(rows[0]["rewards"]) == pytest.approx(2.0)
-    with pytest.raises(SystemExit):
-        ppo([*data, "--sft_experiment_dir", sft_dir, "--rm_experiment_dir", pair_dir])
-    assert "compares two responses and cannot score one" in capsys.readouterr().err
+    assert "compares two responses and cannot score one" in refused(
+        capsys, ppo, *data, "--sft_experiment_dir", sft_dir, "--rm_experiment_dir", pair_dir
+    )
 
 
 # ------------------------------------------------------------------------------------------------- what is not valid
@@ -304,9 +305,7 @@ def test_dpo_trains_on_the_pairs_with_a_loss_that_reads_their_margins(tmp_path, 
 )
 def test_bad_flags_are_one_line(wrong, message, responses, capsys):
     given = [] if "--responses_file" in wrong else ["--responses_file", str(responses)]
-    with pytest.raises(SystemExit) as stopped:
-        main([*given, *wrong, *DEVICE])
-    assert stopped.value.code == 2 and message in capsys.readouterr().err
+    assert message in refused(capsys, main, *given, *wrong, *DEVICE)
 
 
 @pytest.mark.parametrize(
@@ -325,10 +324,9 @@ def test_a_row_of_another_type_is_one_line_before_any_work(column, value, tmp_pa
     row = {"prompt": "a", "responses": ["b"], "truncated": [False], column: value}
     lines = [json.dumps(one) for one in ({"prompt": "a", "responses": ["b"]}, row)]  # `write_jsonl` writes no NaN
     (tmp_path / "r.jsonl").write_text("\n".join(lines) + "\n")
-    with pytest.raises(SystemExit) as stopped:
-        main(["--responses_file", str(tmp_path / "r.jsonl"), "--reward_function", "helpers.rewards:constant", *DEVICE])
-    line = capsys.readouterr().err
-    assert stopped.value.code == 2 and line.count("\n") == 1
+    line = refused(
+        capsys, main, "--responses_file", tmp_path / "r.jsonl", "--reward_function", "helpers.rewards:constant", *DEVICE
+    )
     assert f"r.jsonl: row 2 has under '{column}'" in line or "values under 'truncated'" in line
     assert [path.name for path in tmp_path.iterdir()] == ["r.jsonl"]
 

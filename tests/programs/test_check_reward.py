@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from helpers.errors import refused
 
 from lightrlhf.check_reward import CheckRewardArgs, main, run
 from lightrlhf.data.splits import save_split
@@ -98,10 +99,7 @@ def test_the_exit_status_and_the_file_of_results(data, tmp_path, capsys):
     ],
 )
 def test_bad_arguments_are_one_line(data, flags, words, capsys):
-    with pytest.raises(SystemExit) as stop:
-        main(["--data_dir", str(data), *flags])
-    (line,) = capsys.readouterr().err.strip().splitlines()
-    assert stop.value.code == 2 and words in line
+    assert words in refused(capsys, main, "--data_dir", data, *flags)
 
 
 @pytest.fixture

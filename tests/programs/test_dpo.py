@@ -559,9 +559,9 @@ def test_a_reference_that_is_no_longer_the_same_is_refused(cafe_data, base_model
     assert stored()["fingerprint"] == before["fingerprint"] and "log-probabilities again" not in capsys.readouterr().out
     assert stored()["places"][: len(before["places"])] == before["places"]
     save_model("llama", folder, tokenizer, initializer_range=0.5)
-    with pytest.raises(SystemExit):
-        main(["--resume_from", run, "--max_steps", "4"])
-    assert f"--model_name {folder} is not what it was when the run began" in capsys.readouterr().err
+    assert f"--model_name {folder} is not what it was when the run began" in refused(
+        capsys, main, "--resume_from", run, "--max_steps", "4"
+    )
 
 
 def test_a_fingerprint_follows_weights_and_tokens():

@@ -78,6 +78,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
 
 
+@pytest.mark.slow
 def test_results_of_other_settings_are_another_file_and_all_settings_are_named(sft, capsys):
     folder = Path(sft) / "eval"
     call("--experiment_dir", sft)
@@ -163,6 +164,7 @@ def test_a_model_draws_with_itself_and_says_the_same_again(sft, tmp_path):
     assert second["win_rate_interval"] == wilson_interval(0.5 * len(records(sft)), len(records(sft)))
 
 
+@pytest.mark.slow
 def test_what_is_said_follows_the_seed_and_not_the_batch_size(sft):
     def said(*flags: object) -> list[str]:
         call("--experiment_dir", sft, *flags)
@@ -173,6 +175,7 @@ def test_what_is_said_follows_the_seed_and_not_the_batch_size(sft):
     assert said("--do_sample", False, "--seed", 1) == said("--do_sample", False, "--seed", 2)
 
 
+@pytest.mark.slow
 def test_kl_is_zero_to_itself_and_not_to_another_model(sft, base_model, tmp_path):
     (row,) = call("--experiment_dir", sft)
     assert "kl" not in row

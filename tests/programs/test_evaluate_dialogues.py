@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from helpers import reseal
+from helpers.errors import refused
 
 from lightrlhf import evaluate, evaluate_dialogues
 from lightrlhf.evaluate_dialogues import results_by_turn
@@ -78,10 +79,7 @@ def test_by_turn_ties_count_half_and_missing_scores_do_not_count():
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_a_bad_flag_is_one_line(flags, named, sft_dir, capsys):
-    with pytest.raises(SystemExit) as stopped:
-        evaluate_dialogues.main(["--model_name", sft_dir, *flags])
-    lines = capsys.readouterr().err.strip().splitlines()
-    assert stopped.value.code == 2 and len(lines) == 1 and named in lines[0]
+    assert named in refused(capsys, evaluate_dialogues.main, "--model_name", sft_dir, *flags)
 
 
 def test_data_without_a_judge_needs_a_reward_model(experiment, talk_data, tmp_path, capsys):
@@ -89,6 +87,6 @@ def test_data_without_a_judge_needs_a_reward_model(experiment, talk_data, tmp_pa
     stored = json.loads((data / "args.json").read_text()) | {"judge": None}
     (data / "args.json").write_text(json.dumps(stored))
     reseal(data)
-    with pytest.raises(SystemExit):
-        evaluate_dialogues.main(["--model_name", experiment, "--data_dir", str(data), *GUEST, *SMALL])
-    assert "--rm_experiment_dir" in capsys.readouterr().err
+    assert "--rm_experiment_dir" in refused(
+        capsys, evaluate_dialogues.main, "--model_name", experiment, "--data_dir", data, *GUEST, *SMALL
+    )

@@ -109,6 +109,7 @@ def test_the_first_response_of_one_is_the_one_without_several(sft):
     assert one == [r["response"] for r in read_jsonl(Path(sft) / "eval" / "test.jsonl")]
 
 
+@pytest.mark.slow
 def test_win_rates_of_models_are_plain_and_at_equal_lengths(sft, base_model, cafe_data, tmp_path):
     twin = shutil.copytree(sft, tmp_path / "twin")
     models = ["--experiment_dir", base_model, sft, twin, "--data_dir", cafe_data, "--num_generations", 3]
@@ -168,6 +169,7 @@ def test_rewards_in_a_file_are_taken_where_no_flag_says_what_scores(tmp_path):
     assert (row["reward"], row["reward_missing"]) == (0.5, 2) and row["pass@1"] == pytest.approx(0.5 / 3)
 
 
+@pytest.mark.slow
 def test_a_response_that_hangs_or_crashes_the_function_is_missing_and_has_not_passed(tmp_path):
     texts = ["fine", "hang", "die", "raise", "none"]
     path = written(tmp_path, [{"prompt": "p", "responses": texts}])

@@ -96,6 +96,7 @@ def test_safetensors_bf16_is_merged_in_bfloat16(cafe_model, tmp_path):
     assert AutoModelForCausalLM.from_pretrained(folder).dtype == torch.bfloat16
 
 
+@pytest.mark.slow
 def test_the_adapter_of_a_run_is_merged_or_exported_for_the_hub(lora_dir, tmp_path):
     tokenizer = load_tokenizer(None, str(lora_dir))
     source = logits_of(load_policy(str(lora_dir), ModelArgs(), tokenizer).model)
@@ -110,6 +111,7 @@ def test_the_adapter_of_a_run_is_merged_or_exported_for_the_hub(lora_dir, tmp_pa
     assert torch.allclose(logits_of(read(file)), source, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["merged", "gguf"])
 def test_an_adapter_on_a_tied_output_layer_is_exported_whole(kind, tokenizer, tmp_path, monkeypatch):
     policy, folder = tied_adapter("llama", tmp_path, tokenizer)
@@ -142,6 +144,7 @@ def test_a_reward_model_is_merged_and_no_gguf(rm_dir, tmp_path, capsys):
 
 
 # ---------------------------------------------------------------------------------------------------------------- GGUF
+@pytest.mark.slow
 @pytest.mark.parametrize("type_name", TYPES)
 def test_gguf_in_each_type(type_name, cafe_model, tmp_path):
     file = next(exported(cafe_model, "gguf", tmp_path, "--gguf_type", type_name).glob("*.gguf"))
@@ -151,6 +154,7 @@ def test_gguf_in_each_type(type_name, cafe_model, tmp_path):
     assert difference <= {"f32": 0, "f16": 2e-3, "bf16": 2e-2, "q8_0": 0.05}.get(type_name, 1.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", writer.ARCHITECTURES)
 @pytest.mark.parametrize("tied", [True, False])
 def test_gguf_of_each_architecture_is_a_model_by_its_name(architecture, tied, tmp_path):
@@ -162,6 +166,7 @@ def test_gguf_of_each_architecture_is_a_model_by_its_name(architecture, tied, tm
     assert torch.equal(logits_of(one), logits_of(other))
 
 
+@pytest.mark.slow
 def test_gguf_of_biases_and_scaled_positions(tmp_path):
     rope = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0}
     rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -179,6 +184,7 @@ def test_gguf_with_a_sentencepiece_tokenizer(tmp_path):
     exported(model, "gguf", tmp_path, "--gguf_type", "f32")
 
 
+@pytest.mark.slow
 def test_rows_without_a_token_get_a_name(tmp_path):
     tokenizer = gpt2_like()
     model = stored(tokenizer, "llama", tmp_path / "tiny", vocab_size=len(tokenizer) + 3)
@@ -260,6 +266,7 @@ def _coarser(write):
     return lambda model, described, file, type_name, name: write(model, described, file, "q8_0", name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "break_it, told",
     [
@@ -273,10 +280,8 @@ def _coarser(write):
 )
 def test_what_is_not_the_model_is_not_kept(break_it, told, cafe_model, tmp_path, monkeypatch, capsys):
     break_it(monkeypatch)
-    with pytest.raises(SystemExit) as stopped:
-        export.main([str(cafe_model), "--to", "gguf", "--destination_dir", str(tmp_path / "out")])
-    error = capsys.readouterr().err.splitlines()[-1]
-    assert stopped.value.code == 1 and error.startswith("error: the export was not kept") and told in error, error
+    error = refused(capsys, export.main, cafe_model, "--to", "gguf", "--destination_dir", tmp_path / "out", status=1)
+    assert error.startswith("error: the export was not kept") and told in error
     assert not list(tmp_path.iterdir())
 
 

@@ -6,6 +6,7 @@ import shutil
 import pytest
 import torch
 from helpers import last_checkpoint, run_program
+from helpers.errors import refused
 from helpers.servers import status
 
 from lightrlhf.cli.groups import ModelArgs
@@ -207,9 +208,7 @@ def test_servers_answer_in_order_and_a_second_start_asks_for_the_rest_only(tmp_p
 def test_bad_flags_are_one_line(wrong, message, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "prompts_test.pt").touch()
-    with pytest.raises(SystemExit) as stopped:
-        main(["--model_name", "m", *wrong])
-    assert stopped.value.code == 2 and message in capsys.readouterr().err
+    assert message in refused(capsys, main, "--model_name", "m", *wrong)
 
 
 @pytest.mark.parametrize(
@@ -224,9 +223,7 @@ def test_bad_flags_are_one_line(wrong, message, capsys, tmp_path, monkeypatch):
 def test_a_bad_line_of_prompts_is_named(line, message, tmp_path, sft_dir, capsys):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "a"}\n' + line + "\n")
-    with pytest.raises(SystemExit) as stopped:
-        main(["--model_name", sft_dir, "--prompts_file", str(prompts), *SMALL])
-    assert stopped.value.code == 2 and message in capsys.readouterr().err
+    assert message in refused(capsys, main, "--model_name", sft_dir, "--prompts_file", prompts, *SMALL)
 
 
 def test_rows_of_an_older_checkpoint_are_not_resumed_with_a_newer_one(tmp_path, flags, sft_dir, capsys):

@@ -455,6 +455,7 @@ def test_a_rank_without_rows_samples_and_scores_nothing(policy, tokenizer):
     assert math.isnan(row_means(RunOfOneStep(grpo_args()), [empty.lengths()], empty.truncated)[0])
 
 
+@pytest.mark.slow
 def test_adapters_at_a_rate_for_full_tuning_are_warned_of(cafe_data, base_model, tmp_path, capsys):
     scorer = ["--reward_function", "helpers.rewards:vowels", "--finetune_mode", "lora", "--max_steps", "1"]
     main(flags(cafe_data, base_model, tmp_path / "low", *scorer, "--learning_rate", "1e-6"))

@@ -11,6 +11,7 @@ from http.server import ThreadingHTTPServer
 import pytest
 import torch
 from helpers import ROOT, environment
+from helpers.errors import refused
 from helpers.processes import GRACE, PATIENCE, started
 from helpers.servers import Handler, half_closed, status
 
@@ -143,9 +144,9 @@ def test_an_interrupted_run_resumes(files, server, tmp_path, monkeypatch, capsys
     assert len(server.asked) == asked + 2 * 6
     written = "".join(path.read_text(errors="replace") for path in tmp_path.iterdir())
     assert "secret" not in written + capsys.readouterr().out
-    with pytest.raises(SystemExit):
-        judge.main(["--responses_file", *files, *flags, "--task", "webgpt"])
-    assert "task was dialogue, now webgpt" in capsys.readouterr().err
+    assert "task was dialogue, now webgpt" in refused(
+        capsys, judge.main, "--responses_file", *files, *flags, "--task", "webgpt"
+    )
 
 
 @pytest.mark.parametrize(
@@ -366,10 +367,7 @@ def test_samples_are_seeded_spread_and_of_the_same_prompts(tmp_path):
 )
 def test_bad_calls_are_one_line(flags, line, files, capsys):
     given = flags if "--responses_file" in flags else ["--responses_file", *files, *flags]
-    with pytest.raises(SystemExit) as stopped:
-        judge.main(given)
-    said = capsys.readouterr().err.strip().splitlines()
-    assert stopped.value.code == 2 and len(said) == 1 and line in said[0]
+    assert line in refused(capsys, judge.main, *given)
 
 
 def test_a_prompt_that_comes_twice_is_matched_in_order(tmp_path):
@@ -385,6 +383,4 @@ def test_a_prompt_that_comes_twice_is_matched_in_order(tmp_path):
 
 def test_files_without_a_common_prompt_are_refused(tmp_path, capsys):
     one, two = write(tmp_path, "one.jsonl", {"a": "x"}), write(tmp_path, "two.jsonl", {"b": "x"})
-    with pytest.raises(SystemExit):
-        judge.main(["--responses_file", one, two, "--judge", "human"])
-    assert "have no prompt in common" in capsys.readouterr().err
+    assert "have no prompt in common" in refused(capsys, judge.main, "--responses_file", one, two, "--judge", "human")

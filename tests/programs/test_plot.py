@@ -164,6 +164,4 @@ def test_sweeps_over_temperatures_are_drawn_and_a_file_without_rewards_is_refuse
         ([str(tmp_path / "bare.jsonl")], "row 1 has no 'rewards'"),
         ([files[0], "--experiment_dir", "x"], "and not both"),
     ):
-        with pytest.raises(SystemExit) as stopped:
-            plot.main(["--responses_file", *wrong])
-        assert stopped.value.code == 2 and message in capsys.readouterr().err
+        assert message in refused(capsys, plot.main, "--responses_file", *wrong)

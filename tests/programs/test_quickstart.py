@@ -5,6 +5,7 @@ import sys
 
 import pytest
 from helpers import environment
+from helpers.errors import refused
 
 from lightrlhf.quickstart import explain, main
 
@@ -38,10 +39,7 @@ def test_the_table_names_the_rows_of_each_column_and_what_ppo_did(gold, low, win
 def test_what_cannot_be_meant_is_refused_before_any_stage(flags, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").touch()
-    with pytest.raises(SystemExit) as stop:
-        main(flags)
-    (line,) = capsys.readouterr().err.splitlines()
-    assert stop.value.code == 2 and " ".join(flags) in line and len([*tmp_path.iterdir()]) == 1
+    assert " ".join(flags) in refused(capsys, main, *flags) and len([*tmp_path.iterdir()]) == 1
 
 
 @pytest.mark.thorough

@@ -12,7 +12,7 @@ import helpers
 import pytest
 import torch
 from helpers import CPU, RunOfOneStep, assert_same_gradients, last_checkpoint, metrics, run_program, weights
-from helpers.errors import error_naming
+from helpers.errors import error_naming, refused
 
 pytest.importorskip("gymnasium", reason="needs pip install -e '.[envs]'")
 
@@ -395,14 +395,9 @@ def test_a_bad_flag_is_one_line_and_status_two(flags, named, policy_dir, tmp_pat
     for flag in flags[::2]:
         if flag in given:
             del given[given.index(flag) : given.index(flag) + 2]
-    with pytest.raises(SystemExit) as stopped:
-        reflect_rl.main([*given, *flags])
-    lines = [text for text in capsys.readouterr().err.splitlines() if text.strip()]
-    assert stopped.value.code == 2 and len(lines) == 1 and named in lines[0]
+    assert named in refused(capsys, reflect_rl.main, *given, *flags)
     assert not list(tmp_path.rglob("args.json"))
 
 
 def test_a_policy_to_start_from_is_required(capsys):
-    with pytest.raises(SystemExit) as stopped:
-        reflect_rl.main([*ENV])
-    assert stopped.value.code == 2 and "--model_name" in capsys.readouterr().err
+    assert "--model_name" in refused(capsys, reflect_rl.main, *ENV)

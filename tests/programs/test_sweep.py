@@ -120,6 +120,7 @@ def test_seeds_alone_are_one_combination(swept, tmp_path):
     assert (tmp_path / "out" / "sft" / "seed-2" / "metrics.jsonl").is_file()
 
 
+@pytest.mark.slow
 def test_the_highest_is_first_where_the_file_says_so(swept):
     best, _ = swept(metric="max:val/loss")
     assert best["combination"] == "learning_rate=0.002" and best["best"] == best["final"]
@@ -226,6 +227,7 @@ def until(holds) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------- refusals
+@pytest.mark.slow
 def test_other_fixed_flags_are_refused_before_anything_is_trained(swept, tmp_path, capsys):
     swept()
     before = (tmp_path / "out" / "results.jsonl").read_text()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from helpers import CAFE_SIZES, last_checkpoint
-from helpers.errors import error_naming
+from helpers.errors import error_naming, refused
 
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.storage.checkpoint import save_checkpoint
@@ -159,7 +159,5 @@ def test_prepared_data_and_pairs_do_not_replace_each_other_or_data_of_others(giv
         (mine, prepare_data.main, [*prepared, "--destination_dir", str(mine)]),
     ):
         before = contents(folder)
-        with pytest.raises(SystemExit) as stop:
-            main(flags)
-        assert stop.value.code == 2 and "of another program; name another folder" in capsys.readouterr().err
+        assert "of another program; name another folder" in refused(capsys, main, *flags)
         assert contents(folder) == before

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.errors import error_naming
+from helpers.errors import error_naming, refused
 
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.data.splits import load_split, save_split
@@ -43,9 +43,7 @@ def test_a_split_copied_over_another_is_noticed_and_can_be_accepted(data, capsys
 
 def test_only_folders_of_ours_are_sealed_by_hand(tmp_path, capsys):
     for folder, line in (("none", "is not a folder"), (".", "is neither prepared data nor a run")):
-        with pytest.raises(SystemExit) as stop:
-            seals.main([str(tmp_path / folder)])
-        assert stop.value.code == 2 and line in capsys.readouterr().err
+        assert line in refused(capsys, seals.main, tmp_path / folder)
     with pytest.raises(SystemExit) as stop:
         seals.main(["--help"])
     assert stop.value.code == 0 and not list(tmp_path.iterdir())

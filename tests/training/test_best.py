@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import CPU, last_checkpoint, metrics, weights
+from helpers.errors import refused
 from helpers.programs import main_of, trained
 
 from lightrlhf import evaluate, sft
@@ -72,11 +73,16 @@ def test_the_next_stage_and_the_tools_take_it(whole, cafe_data, tmp_path):
 def test_a_damaged_best_is_refused_by_its_name(whole, tmp_path, capsys):
     folder = shutil.copytree(whole, tmp_path / "copy", symlinks=True)
     (final_checkpoint(folder) / "config.json").write_text("{}")
-    with pytest.raises(SystemExit):
-        sft.main(
-            ["--data_dir", str(data_dir_of(str(folder))), "--model_name", str(folder / "best"), "--max_steps", "1"]
-        )
-    assert f"{final_checkpoint(folder)} is damaged" in capsys.readouterr().err
+    assert f"{final_checkpoint(folder)} is damaged" in refused(
+        capsys,
+        sft.main,
+        "--data_dir",
+        str(data_dir_of(str(folder))),
+        "--model_name",
+        folder / "best",
+        "--max_steps",
+        "1",
+    )
 
 
 @pytest.mark.slow
@@ -92,10 +98,9 @@ def test_a_deleted_best_is_one_clear_line_and_a_resumed_run_drops_the_link(whole
         "ppo": ["--sft_experiment_dir", str(folder), "--rm_experiment_dir", name],
     }.items():
         data = [] if program == "serve" else ["--data_dir", str(cafe_data)]
-        with pytest.raises(SystemExit) as stop:
-            main_of(program)([*flags, *data])
-        (line,) = capsys.readouterr().err.strip().splitlines()
-        assert stop.value.code == 2 and f"{name} links to {gone.name}, which does not exist; give {folder}" in line
+        assert f"{name} links to {gone.name}, which does not exist; give {folder}" in refused(
+            capsys, main_of(program), *flags, *data
+        )
     assert final_checkpoint(folder) == last_checkpoint(folder)
     sft.main(["--resume_from", str(folder)])
     assert not os.path.lexists(name) and f"{gone.name}, was deleted" in capsys.readouterr().out
@@ -214,9 +219,7 @@ def test_equal_values_and_nan_are_no_improvement():
     ],
 )
 def test_flags_that_say_nothing_are_refused(flags, told, cafe_data, base_model, tmp_path, capsys):
-    with pytest.raises(SystemExit) as stopped:
-        sft.main([*flags_of(cafe_data, base_model, tmp_path), *flags])
-    assert stopped.value.code == 2 and told in capsys.readouterr().err
+    assert told in refused(capsys, sft.main, *flags_of(cafe_data, base_model, tmp_path), *flags)
 
 
 def test_a_metric_that_is_never_logged_ends_the_run_at_the_first_evaluation(cafe_data, base_model, tmp_path, capsys):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from helpers import CPU, metrics
-from helpers.errors import error_naming
+from helpers.errors import error_naming, refused
 from helpers.killed import forked
 
 from lightrlhf import sft
@@ -224,9 +224,7 @@ def test_a_folder_that_holds_a_run_or_files_is_refused(cafe_data, base_model, tm
         (begun, "holds a run without a checkpoint; remove it, or name another folder"),
         (full, "is not empty, it holds notes.txt; name another folder"),
     ):
-        with pytest.raises(SystemExit):
-            sft.main([*flags, str(folder)])
-        assert capsys.readouterr().err.strip().endswith(f"--output_dir {folder} {told}")
+        assert refused(capsys, sft.main, *flags, folder).endswith(f"--output_dir {folder} {told}")
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from helpers import CPU, kill_seed, last_checkpoint, listing, metrics, reseal, run_killed, weights
 from helpers.data import gpt2_like
+from helpers.errors import refused
 from helpers.programs import main_of
 
 from lightrlhf import sft
@@ -125,9 +126,7 @@ def test_a_run_is_not_resumed_on_data_of_another_tokenizer(program, cafe_data, t
     other = shutil.copytree(cafe_data, tmp_path / "other")
     gpt2_like().save_pretrained(other / "tokenizer")
     reseal(other)
-    with pytest.raises(SystemExit):
-        main_of(program)(["--resume_from", folder, "--data_dir", str(other), "--max_steps", "2"])
-    line = capsys.readouterr().err
+    line = refused(capsys, main_of(program), "--resume_from", folder, "--data_dir", other, "--max_steps", "2")
     assert "prepared with a tokenizer other than that of" in line or "but token ids lie in [0, " in line
     same = shutil.copytree(cafe_data, tmp_path / "same")
     main_of(program)(["--resume_from", folder, "--data_dir", str(same), "--max_steps", "2"])
@@ -213,10 +212,9 @@ def test_a_run_without_a_good_checkpoint_says_so_and_stays_as_it_is(three_steps,
     for one in run.glob("checkpoint-*"):
         (one / "manifest.json").unlink()
     before = listing(run)
-    with pytest.raises(SystemExit) as stop:
-        sft.main(["--resume_from", str(run)])
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
-    assert stop.value.code == 2 and "has no good checkpoint (checkpoint-000003: it has no manifest.json; " in line
+    assert "has no good checkpoint (checkpoint-000003: it has no manifest.json; " in refused(
+        capsys, sft.main, "--resume_from", run
+    )
     assert listing(run) == before
 
 

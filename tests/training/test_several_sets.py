@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import CPU, last_checkpoint, metrics, reseal, weights
+from helpers.errors import refused
 from helpers.programs import args_class, trained
 
 from lightrlhf import sft
@@ -136,10 +137,7 @@ def test_one_folder_stays_a_text_and_several_are_a_list(tmp_path):
 )
 def test_flags_that_cannot_be_meant_are_refused(words, told, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as stopped:
-        sft.main(["--model_name", "tiny", *words])
-    error = capsys.readouterr().err
-    assert stopped.value.code == 2 and told in error and error.count("\n") == 1
+    assert told in refused(capsys, sft.main, "--model_name", "tiny", *words)
 
 
 def test_a_weight_that_gives_a_set_no_row_is_refused(sets, base_model, tmp_path, capsys):
@@ -169,9 +167,8 @@ def test_a_tool_asks_which_set_of_a_run_it_should_take(sets, base_model, tmp_pat
     from lightrlhf import evaluate
 
     run = train("sft", [sets / "one", sets / "two"], base_model, tmp_path, "--max_steps", "1", "--eval_interval", "0")
-    with pytest.raises(SystemExit):
-        evaluate.main(["--experiment_dir", str(run), "--accelerator", "cpu"])
-    error = capsys.readouterr().err
-    assert f"--data_dir is required: {run} was trained on several, {sets / 'one'}, {sets / 'two'}; give one" in error
+    assert f"--data_dir is required: {run} was trained on several, {sets / 'one'}, {sets / 'two'}; give one" in refused(
+        capsys, evaluate.main, "--experiment_dir", run, "--accelerator", "cpu"
+    )
     flags = ["--data_dir", str(sets / "two"), "--num_samples", "2", "--max_new_tokens", "2", "--accelerator", "cpu"]
     evaluate.main(["--experiment_dir", str(run), *flags])
