@@ -13,8 +13,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from lightrlhf.cli.errors import RunFailure, UsageError, first_line, write_problem
 from lightrlhf.storage.temporary import create, temporary_path
 
@@ -92,6 +90,8 @@ def save_tensors(path: Path, value: Any) -> None:
 
 def save_pickled(path: Path, value: Any) -> None:
     """`torch.save` that raises the operating system's own error, which torch's writer swallows. Raises: OSError."""
+    import torch
+
     raw = _NotedErrors(path, "wb")
     try:
         with io.BufferedWriter(raw, 1 << 20) as file:
