@@ -255,6 +255,7 @@ def test_a_folder_of_something_else_is_refused(swept, tmp_path, capsys):
     assert "contains thesis.tex, not a sweep" in refusal(capsys, swept)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [
