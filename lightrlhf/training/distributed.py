@@ -55,8 +55,8 @@ def make_fabric(args: TrainArgs) -> Any:
     precision: dict[str, Any] = {"precision": args.precision}
     if args.precision == "16-mixed":
         precision = {"plugins": scaled_precision("cuda")}
-    elif args.precision == "bf16-mixed" and device.type == "mps":  # earlier Fabrics use the autocast of CUDA here
-        precision = {"plugins": MixedPrecision("bf16-mixed", "mps")}
+    elif args.precision == "bf16-mixed" and device.type not in ("cpu", "cuda"):  # Fabric: the autocast of CUDA
+        precision = {"plugins": MixedPrecision("bf16-mixed", device.type)}
     try:
         return Fabric(**chosen, **precision, strategy=_strategy(args, devices * num_nodes))
     except (ValueError, RuntimeError, MisconfigurationException) as problem:

@@ -1,17 +1,21 @@
-"""A second device without float64, like Apple's GPUs, that computes on the CPU.
+"""A device that is not the CPU but computes on it: `second:0` and `second:1`, for tests of every machine.
 
-A tensor of the device holds its data in a CPU tensor. An operator that mixes it with a CPU tensor of one dimension or
-more raises, as those of GPUs do; one that makes a float64 tensor of the device raises, as those of MPS do. Tensors are
-made on it and used under `using_device()`.
+A tensor of the device holds its data in a CPU tensor. As on GPUs, an operator that mixes it with a CPU tensor of one
+dimension or more raises, as does one with a generator of the CPU; random numbers come from a state of the device. What
+the host reads from it, and copies to it that wait for it, are counted by call site. With the rules of Apple's GPUs
+there is no float64, and no operator for which torch lists a kernel of CPUs but none of MPS.
+
+Tensors are made on it and used under `using_device()`.
 """
 
-import importlib
-import json
+import functools
+import re
 import sys
-import traceback
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,10 +24,28 @@ from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_a
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 NAME = "second"
-DEVICE = torch.device("cpu")  # `using_device` makes it
+ROOT = Path(__file__).resolve().parents[2]
+COUNT = 2  # devices
+CPU = torch.device("cpu")
 aten = torch.ops.aten
-MAY_MIX = {aten.copy_.default, aten._to_copy.default, aten.index.Tensor}
-MAY_MIX |= {aten.index_put_.default, aten.index_put.default, aten._index_put_impl_.default}
+INDEXING = {aten.index.Tensor, aten.index_put_.default, aten.index_put.default, aten._index_put_impl_.default}
+COPIES = {aten.copy_.default, aten._to_copy.default}
+MAY_MIX = COPIES | INDEXING  # with CPU tensors of any dimension
+READING = {  # operators of which a GPU tells the host a number or a shape
+    aten._local_scalar_dense.default,
+    aten.nonzero.default,
+    aten.masked_select.default,
+    aten.equal.default,
+    aten.bincount.default,
+    aten.repeat_interleave.Tensor,
+    aten._unique2.default,
+    aten.unique_dim.default,
+    aten.unique_consecutive.default,
+}
+CAST = ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "addbmm", "scaled_dot_product_attention")  # by autocast
+reads: Counter[str] = Counter()  # by the host, by call site
+waits: Counter[str] = Counter()  # copies from the host that wait for the device
+states: dict[int, torch.Tensor] = {}  # of the random generator of each device
 
 
 class OnDevice(torch.Tensor):
@@ -32,50 +54,130 @@ class OnDevice(torch.Tensor):
     host: torch.Tensor
 
     @staticmethod
-    def __new__(cls, host: torch.Tensor) -> "OnDevice":
+    def __new__(cls, host: torch.Tensor, device: torch.device) -> "OnDevice":
         layout = {"strides": host.stride(), "storage_offset": host.storage_offset(), "layout": host.layout}
-        return torch.Tensor._make_wrapper_subclass(cls, host.size(), dtype=host.dtype, device=DEVICE, **layout)
+        return torch.Tensor._make_wrapper_subclass(cls, host.size(), dtype=host.dtype, device=device, **layout)
 
-    def __init__(self, host: torch.Tensor) -> None:
+    def __init__(self, host: torch.Tensor, device: torch.device) -> None:
         self.host = host
 
     def tolist(self) -> Any:
+        count(reads)
         return self.host.tolist()
 
     def numpy(self, *args: Any, **options: Any) -> Any:
         raise TypeError(f"cannot convert a tensor of the device {NAME} to numpy")
+
+    def data_ptr(self) -> int:
+        return self.host.data_ptr()
+
+    def untyped_storage(self) -> Any:
+        return self.host.untyped_storage()
+
+    def __repr__(self, **options: Any) -> str:
+        return f"{self.host!r} on {self.device}"
+
+    def __format__(self, form: str) -> str:
+        return format(self.item() if not self.dim() else str(self), form)
 
     @classmethod
     def __torch_dispatch__(cls, operator, types, args=(), options=None):
         return compute(operator, args, options or {})
 
 
+class Rules:
+    """What the devices lack."""
+
+    float64 = True
+    lacking: frozenset[str] = frozenset()  # names of operators
+
+
 def compute(operator: Any, args: tuple, options: dict[str, Any]) -> Any:
     """What the operator returns, computed on the CPU, on the device that it belongs to."""
     given = [leaf for leaf in tree_leaves((args, options)) if isinstance(leaf, torch.Tensor)]
     own = [tensor for tensor in given if isinstance(tensor, OnDevice)]
-    if own and operator not in MAY_MIX and any(t.dim() for t in given if not isinstance(t, OnDevice)):
-        raise RuntimeError(f"{operator}: expected all tensors on one device, found {NAME} and cpu")
-    wraps = bool(own)
+    others = [tensor for tensor in given if not isinstance(tensor, OnDevice)]
+    devices = {tensor.device for tensor in own}
+    is_mixed = own and operator not in MAY_MIX and any(tensor.dim() for tensor in others)
+    if operator not in COPIES and (len(devices) > 1 or is_mixed):
+        found = ", ".join(sorted({str(tensor.device) for tensor in given}))
+        raise RuntimeError(f"{operator}: expected all tensors to be on the same device, but found {found}")
+    target = own[0].device if own else None
     if options.get("device") is not None:
-        wraps = torch.device(options["device"]).type == NAME
-        options = {**options, "device": torch.device("cpu")}
+        target = place(options["device"])
+        options = {**options, "device": CPU}
     elif operator in MAY_MIX and operator is not aten._to_copy.default:
-        wraps = isinstance(args[0], OnDevice)
+        target = args[0].device
+    is_there = target is not None and target.type == NAME
+    _count_transfers(operator, args, options, own, others, is_there)
     if "pin_memory" in options:
         options = {**options, "pin_memory": False}
     unwrapped = tree_map_only(OnDevice, lambda tensor: tensor.host, (args, options))
-    result = operator(*unwrapped[0], **unwrapped[1])
-    if not wraps:
+    result = _run(operator, unwrapped[0], unwrapped[1], target if is_there else None)
+    if not is_there:
         return result
-    if any(leaf.dtype is torch.float64 for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)):
-        raise TypeError(f"{operator}: the device {NAME} has no float64")
-    wrapped = tree_map_only(torch.Tensor, _wrap, result)
+    wrapped = tree_map_only(torch.Tensor, lambda t: t if isinstance(t, OnDevice) else OnDevice(t, target), result)
     return return_and_correct_aliasing(operator, args, options, wrapped) if own else wrapped
 
 
-def _wrap(tensor: torch.Tensor) -> OnDevice:
-    return tensor if isinstance(tensor, OnDevice) else OnDevice(tensor)
+def _run(operator: Any, args: tuple, options: dict[str, Any], device: torch.device | None) -> Any:
+    """The operator's result, by the rules and the random numbers of the device, if it is one of these."""
+    if device is None:
+        return operator(*args, **options)
+    if operator._schema.name.removeprefix("aten::") in Rules.lacking:
+        raise NotImplementedError(f"{operator} is not implemented for the device {NAME}")
+    if torch.Tag.nondeterministic_seeded not in operator.tags:
+        result = operator(*args, **options)
+    elif options.get("generator") is not None:
+        raise RuntimeError(f"{operator}: expected a generator of the device {NAME}, found one of the CPU")
+    else:
+        host, index = torch.get_rng_state(), device.index
+        torch.set_rng_state(states[index])
+        try:
+            result = operator(*args, **options)
+            states[index] = torch.get_rng_state()
+        finally:
+            torch.set_rng_state(host)
+    values = (leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor))
+    if not Rules.float64 and any(value.dtype is torch.float64 for value in values):
+        raise TypeError(f"{operator}: the device {NAME} has no float64")
+    return result
+
+
+def _count_transfers(
+    operator: Any, args: tuple, options: dict[str, Any], own: list, others: list, is_there: bool
+) -> None:
+    """Count what makes the host wait for the device."""
+    if own and operator in READING:
+        count(reads)
+    elif own and operator in INDEXING and any(_is_mask(leaf) for leaf in tree_leaves(args[1])):
+        count(reads)
+    elif own and operator in COPIES and not is_there:
+        count(reads)
+    elif others and is_there and operator in COPIES and not (options.get("non_blocking") or args[2:] == (True,)):
+        count(waits)
+
+
+def _is_mask(value: Any) -> bool:
+    return isinstance(value, OnDevice) and value.dtype in (torch.bool, torch.uint8)
+
+
+def count(counter: Counter[str]) -> None:
+    """Count a transfer at the innermost line of the project that led to it, or as of the backward pass."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        path = Path(frame.f_code.co_filename)
+        if path.is_relative_to(ROOT) and ".venv" not in path.parts and path != Path(__file__).resolve():
+            counter[f"{path.relative_to(ROOT)}:{frame.f_lineno} {frame.f_code.co_name}"] += 1
+            return
+        frame = frame.f_back
+    counter["backward"] += 1
+
+
+def place(device: Any) -> torch.device:
+    """A device with its index."""
+    device = torch.device(device)
+    return torch.device(NAME, device.index or 0) if device.type == NAME else device
 
 
 class Dispatch(TorchDispatchMode):
@@ -90,25 +192,42 @@ class Dispatch(TorchDispatchMode):
 
 
 def _copy_from(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    if isinstance(source, OnDevice) != isinstance(target, OnDevice) and not non_blocking:
+        count(reads if isinstance(source, OnDevice) else waits)
     getattr(target, "host", target).copy_(getattr(source, "host", source))
     return target
 
 
 class _Module(backend_registration._DummyBackendModule):
+    """What torch asks of the module of a device."""
+
+    def device_count(self) -> int:
+        return COUNT
+
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         return [torch.bfloat16, torch.float16]
+
+    def manual_seed_all(self, seed: int) -> None:
+        for index in range(COUNT):
+            states[index] = torch.Generator().manual_seed(seed + 1).get_state()
+
+    def get_rng_state(self, device: Any = NAME) -> torch.Tensor:
+        return states[place(device if isinstance(device, str | torch.device) else f"{NAME}:{device}").index].clone()
+
+    def set_rng_state(self, state: torch.Tensor, device: Any = NAME) -> None:
+        states[place(device if isinstance(device, str | torch.device) else f"{NAME}:{device}").index] = state.clone()
 
 
 _libraries: list[torch.library.Library] = []
 
 
 @contextmanager
-def using_device() -> Iterator[torch.device]:
-    """Context manager: the device, registered for the rest of the process, and tensors on it."""
-    global DEVICE
+def using_device(mps_rules: bool = False) -> Iterator[torch.device]:
+    """Context manager: the first device, registered for the rest of the process, and tensors on both."""
     if not _libraries:
-        backend_registration._setup_privateuseone_for_python_backend(NAME, backend_module=_Module())
-        DEVICE = torch.device(NAME, 0)
+        module = _Module()
+        backend_registration._setup_privateuseone_for_python_backend(NAME, backend_module=module)
+        module.manual_seed_all(torch.initial_seed())
         others, kernels = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
         others.fallback(lambda operator, *args, **options: compute(operator, args, options), "PrivateUse1")
         kernels.impl("_copy_from", _copy_from, "PrivateUse1")
@@ -118,74 +237,41 @@ def using_device() -> Iterator[torch.device]:
             ("empty.memory_format", aten.empty.memory_format),
         ):
             kernels.impl(name, partial(_make, operator), "PrivateUse1")
+        others.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
+        for name in CAST:
+            kernels.impl(name, partial(_cast, getattr(aten, name).default), "AutocastPrivateUse1")
         _libraries.extend((others, kernels))
+    Rules.float64, Rules.lacking = not mps_rules, _without_mps() if mps_rules else frozenset()
     with Dispatch():
-        yield DEVICE
+        yield torch.device(NAME, 0)
 
 
 def _make(operator: Any, *args: Any, **options: Any) -> Any:
-    return compute(operator, args, {**options, "device": DEVICE})
+    return compute(operator, args, {**options, "device": place(options.get("device") or NAME)})
 
 
-# ---------------------------------------------------------------------------------------------------------- a process
-def run_there(calls: dict[str, list[str]]) -> dict[str, str]:
-    """Train each program on the device, with its flags and no checkpoint; returns by name how it failed, or ""."""
-    from lightning.fabric import Fabric
-    from lightning.fabric.accelerators import CPUAccelerator
-    from lightning.fabric.strategies import SingleDeviceStrategy
-
-    from lightrlhf.maths import float64
-    from lightrlhf.training import run
-    from lightrlhf.training.phases import Phases
-
-    class Accelerator(CPUAccelerator):
-        def setup_device(self, device: torch.device) -> None:
-            pass
-
-    def make_fabric(args: Any) -> Any:
-        return Fabric(strategy=SingleDeviceStrategy(DEVICE, accelerator=Accelerator()), precision=args.precision)
-
-    torch.set_num_threads(1)
-    run.make_fabric = make_fabric
-    Phases.save = lambda *args, **options: None  # safetensors reads addresses, which tensors of the device have not
-    float64.WITHOUT.add(NAME)
-    endings = {}
-    with using_device():
-        for name, flags in calls.items():
-            try:
-                importlib.import_module(f"lightrlhf.{name}").main(flags)
-                endings[name] = ""
-            except BaseException:  # an exit, too
-                endings[name] = traceback.format_exc()
-        endings["maths"] = compare_maths()
-    return endings
+def _cast(operator: Any, *args: Any, **options: Any) -> Any:
+    """The operator in the type of autocast, as it is on the CPU."""
+    dtype = torch.get_autocast_dtype(NAME)
+    autocast = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
+    with torch._C._ExcludeDispatchKeyGuard(autocast):
+        cast = tree_map_only(torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, (args, options))
+        return operator(*cast[0], **cast[1])
 
 
-def compare_maths() -> str:
-    """Names of functions that compute in float64 and whose results for tensors of the device are not the CPU's."""
-    from lightrlhf.maths import groups, ops, policy_losses, sampling_gap
+@functools.cache
+def _without_mps() -> frozenset[str]:
+    """Operators with a kernel of CPUs and none of MPS, by the table that torch is generated from."""
+    import torchgen
 
-    numbers, mask = torch.randn(6, 5), torch.rand(6, 5) < 0.7
-    group, scores = torch.arange(6) // 3, torch.tensor([1.0, 0.0, 1.0, torch.nan, 0.5, 0.25])
-
-    def computed(where: torch.device) -> dict[str, Any]:
-        own = [tensor.to(where) for tensor in (numbers, mask, group, scores)]
-        moments = groups.group_moments(own[3], own[2], 2)
-        found: dict[str, Any] = {}
-        for kind in sampling_gap.CORRECTIONS:
-            found[f"weights, {kind}"] = sampling_gap.importance_weights(*own[:2], kind, 1.5)
-            size = sampling_gap.gap_size(*own[:2], kind, 1.5)
-            found[f"size, {kind}"] = torch.tensor([*size.metrics().values()])
-        for name, estimator in groups.ADVANTAGES.items():
-            found[f"advantages, {name}"] = groups.group_advantages(own[3], moments, estimator)
-        for name in policy_losses.AGGREGATIONS:
-            found[f"weights of tokens, {name}"] = policy_losses.token_weights(own[1], own[2], 2, name, 5)
-        found["explained variance"] = ops.explained_variance(own[0], own[0] * 2 + 1, own[1])
-        return {name: value.tolist() for name, value in found.items()}
-
-    here, there = computed(torch.device("cpu")), computed(DEVICE)
-    return ", ".join(name for name, value in here.items() if there[name] != value)
-
-
-if __name__ == "__main__":
-    print(json.dumps(run_there(json.loads(sys.argv[1]))))
+    table = Path(torchgen.__file__).parent / "packaged" / "ATen" / "native" / "native_functions.yaml"
+    lacking, having = set(), set()
+    for entry in re.split(r"\n- func: ", table.read_text(encoding="utf-8"))[1:]:
+        name = re.match(r"[\w.]+", entry)[0].partition(".")[0]  # type: ignore[index]
+        kernels = re.findall(r"^ {4}([\w, ]+):", entry, re.M)
+        keys = {key.strip() for line in kernels for key in line.split(",")}
+        if keys & {"MPS", "CompositeExplicitAutograd", "CompositeImplicitAutograd"} or not keys:
+            having.add(name)
+        elif "CPU" in keys:
+            lacking.add(name)
+    return frozenset(lacking - having)

@@ -1,13 +1,10 @@
-"""Which device `--accelerator` is, the same for every program, and what one without float64 refuses."""
+"""Which device `--accelerator` is, the same for every program, and what an Apple GPU refuses."""
 
-import json
 import platform
 
 import pytest
 import torch
-from helpers import run_program
 from helpers.errors import error_naming
-from helpers.tiny_runs import TRAINED, TinyRuns
 from lightning.fabric.accelerators import MPSAccelerator
 
 from lightrlhf.cli.errors import UsageError
@@ -57,19 +54,3 @@ def test_a_device_that_is_not_there_is_refused(accelerator, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with error_naming(UsageError, f"--accelerator {accelerator}", "cpu"):
         make_fabric(TrainArgs(accelerator=accelerator))
-
-
-@pytest.mark.slow
-def test_no_program_makes_float64_on_a_device_without_it(cafe_data, talk_data, tokenizer, tmp_path):
-    """Two steps of each program with a loop on a device that refuses float64, as Apple's GPUs do."""
-    runs = TinyRuns(tmp_path / "runs", cafe_data, talk_data, tokenizer)
-    more = {
-        "grpo": ["--normalize_advantages", "True", "--normalize_each_reward", "True", "--aggregation", "prompt"],
-        "reflect_rl": ["--eval_interval", "1"],
-        "rm": ["--eval_interval", "1"],
-    }
-    more["grpo"] += ["--audit_function", "helpers.rewards:length"]
-    calls = {name: runs.flags(name, tmp_path / name, *more.get(name, []), steps=2) for name in TRAINED}
-    done = run_program("helpers.second_device", json.dumps(calls))
-    endings = json.loads(done.stdout.splitlines()[-1])
-    assert endings == dict.fromkeys([*TRAINED, "maths"], "")

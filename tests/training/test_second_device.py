@@ -1,0 +1,92 @@
+"""Every training program on a device that is not the CPU: the same figures, the same files, resumed bit by bit."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from helpers import run_program
+from helpers.programs import trained
+from helpers.tiny_runs import ITERATED, PROGRAMS, TRAINED, TinyRuns, experiment_of
+
+THERE = ["--accelerator", "second"]
+FIXED = ["--disable_dropout", "True"]  # dropout of the device draws other numbers
+MODES = {  # flags, and the largest difference to the CPU, relative to numbers above 1: of the first step, of others
+    "all": ([], 1e-6, 1e-5),  # Adam divides by the size of each gradient
+    "lora": (["--finetune_mode", "lora"], 1e-6, 1e-5),
+    "last_layer": (["--finetune_mode", "last_layer"], 1e-6, 1e-5),
+    "bf16": (["--precision", "bf16-mixed"], 0.03, 0.03),  # roundings of 2**-8, of other sums
+}
+FAST = ("sft", "dpo", "ppo", "grpo")
+SIGNS = ("accuracies", "sign_align")  # of margins near 0
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory, cafe_data, talk_data, tokenizer) -> TinyRuns:
+    return TinyRuns(tmp_path_factory.mktemp("second") / "runs", cafe_data, talk_data, tokenizer)
+
+
+def there(calls: dict[str, tuple[str, list[str]]], mps_rules: bool = False) -> dict[str, dict]:
+    """What `helpers.on_second` found of calls on the device; all must have succeeded."""
+    done = run_program("helpers.on_second", json.dumps({"calls": calls, "mps_rules": mps_rules}))
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert {name: one["problem"] for name, one in found.items()} == dict.fromkeys(found, "")
+    return found
+
+
+def figures(log_dir: Path) -> list[dict[str, float]]:
+    """The metrics of a run but times and signs."""
+    lines = (experiment_of(log_dir) / "metrics.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    return [{k: v for k, v in row.items() if "time/" not in k and not k.endswith(SIGNS)} for row in rows]
+
+
+def differences(found: list[dict[str, float]], expected: list[dict[str, float]]) -> list[tuple[float, str]]:
+    """The largest difference of each row of two runs' figures, relative to numbers above 1, and of which figure."""
+    assert [sorted(row) for row in found] == [sorted(row) for row in expected] and expected
+    gaps = []
+    for row, other in zip(found, expected):
+        known = [name for name, value in other.items() if isinstance(value, float) and not math.isnan(value)]
+        assert all(math.isnan(row[name]) for name in other if name not in known and isinstance(row[name], float))
+        gaps.append(max((abs(row[name] - other[name]) / max(1, abs(other[name])), name) for name in known))
+    return gaps
+
+
+@pytest.mark.parametrize(
+    "mode, programs",
+    [
+        pytest.param("all", FAST, id="all"),
+        pytest.param("all", tuple(set(TRAINED) - {*FAST}), id="all-others", marks=pytest.mark.slow),
+        *(pytest.param(mode, TRAINED, id=mode, marks=pytest.mark.slow) for mode in MODES if mode != "all"),
+    ],
+)
+def test_training_gives_the_cpu_s_figures(mode, programs, runs, tmp_path):
+    flags, at_first, later = MODES[mode]
+    calls = {}
+    for name in programs:
+        trained(name, *runs.flags(name, tmp_path / "cpu" / name, *flags, *FIXED, steps=2))
+        own = runs.flags(name, tmp_path / "second" / name, *flags, *FIXED, *THERE, steps=2)
+        calls[name] = (f"lightrlhf.{name}", own)
+    there(calls)
+    for name in programs:
+        first, *others = differences(figures(tmp_path / "second" / name), figures(tmp_path / "cpu" / name))
+        assert first[0] <= at_first, (name, first)
+        assert max(others)[0] <= later, (name, others)
+
+
+@pytest.mark.slow
+def test_programs_that_iterate_run(runs, tmp_path):
+    there({name: (f"lightrlhf.{name}", runs.flags(name, tmp_path / name, *THERE)) for name in ITERATED})
+
+
+@pytest.mark.slow
+def test_no_program_needs_what_apple_s_gpus_lack(runs, tmp_path):
+    """Two steps of each program, without float64 and without the operators that torch has for CPUs alone."""
+    more = {
+        "grpo": ["--normalize_advantages", "True", "--normalize_each_reward", "True", "--aggregation", "prompt"],
+        "reflect_rl": ["--eval_interval", "1"],
+        "rm": ["--eval_interval", "1"],
+    }
+    more["grpo"] += ["--audit_function", "helpers.rewards:length"]
+    flags = {name: runs.flags(name, tmp_path / name, *more.get(name, []), *THERE, steps=2) for name in PROGRAMS}
+    there({name: (f"lightrlhf.{name}", own) for name, own in flags.items()}, mps_rules=True)
