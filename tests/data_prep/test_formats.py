@@ -156,16 +156,10 @@ case("bad_arguments.jsonl", [{"messages": [user("a"), said("", tool_calls=[{"fun
      "a tool call's arguments are no JSON object")
 case("thinking.jsonl", [{"messages": [user("Hi"), said("Hello.", reasoning_content="Greet.")]}],
      {"messages": [user("Hi"), said("Hello.", reasoning_content="Greet.")]})
-case(
-    "unknown_key.jsonl",
-    [{"messages": [user("Hi"), said("Hello.", thoughts="Greet.")]}],
-    "unknown key of a message: thoughts",
-)
-case(
-    "harmless_keys.jsonl",
-    [{"messages": [user("Hi"), said("Hello.", refusal=None, audio=None, annotations=[])]}],
-    {"messages": TALK[:2]},
-)
+case("unknown_key.jsonl", [{"messages": [user("Hi"), said("Hello.", thoughts="Greet.")]}],
+     "unknown key of a message: thoughts")
+case("harmless_keys.jsonl", [{"messages": [user("Hi"), said("Hello.", refusal=None, audio=None, annotations=[])]}],
+     {"messages": TALK[:2]})
 case("weights.jsonl", [{"messages": [user("Hi"), said("Hello.", weight=0), user("Bye"), said("See you.", train=True)]}],
      {"messages": [user("Hi"), said("Hello.", weight=0), user("Bye"), said("See you.", weight=1)]})
 case("half_weight.jsonl", [{"messages": [user("Hi"), said("Hello.", weight=0.5)]}], "weight is neither 0 nor 1")
@@ -176,31 +170,18 @@ case("openai_pairs.jsonl", [{"input": {"messages": [user("Hi")], "tools": [], "p
 case("openai_pairs.csv", [{"input": {"messages": [user("Hi")]}, "preferred_output": [said("Yo.")], "non_preferred_output": [said("No.")]}],
      {"prompt": [user("Hi")], "chosen": "Yo.", "rejected": "No."})
 # order of messages
-case(
-    "two_users.jsonl",
-    [{"messages": [user("Hi"), user("there"), said("Hello.")]}],
-    {"messages": [user("Hi"), user("there"), said("Hello.")]},
-)
-case(
-    "two_answers.jsonl",
-    [{"messages": [user("Hi"), said("Hello."), said("You?")]}],
-    "two assistant messages in a row: join",
-)
-case(
-    "opens.jsonl",
-    [{"messages": [said("Welcome!"), *TALK]}],
-    {"messages": [said("Welcome!"), *TALK]},
-)
+case("two_users.jsonl", [{"messages": [user("Hi"), user("there"), said("Hello.")]}],
+     {"messages": [user("Hi"), user("there"), said("Hello.")]})
+case("two_answers.jsonl", [{"messages": [user("Hi"), said("Hello."), said("You?")]}],
+     "two assistant messages in a row: join")
+case("opens.jsonl", [{"messages": [said("Welcome!"), *TALK]}], {"messages": [said("Welcome!"), *TALK]})
 case("ends_with_user.jsonl", [{"messages": [*TALK, user("Wait")]}],
      {"messages": TALK, "notes": ["messages after the last answer cut"]})
 case("only_user.jsonl", [{"messages": [SYSTEM, user("Hi")]}],
      {"prompt": [SYSTEM, user("Hi")], "notes": ["a dialogue without an answer: read as a prompt"]})
 case("late_system.jsonl", [{"messages": [*TALK, SYSTEM, *TALK]}], "a system message that is not the first: move it")
-case(
-    "orphan_tool.jsonl",
-    [{"messages": [user("Hi"), tool("Rain"), said("Wet.")]}],
-    "a tool message that follows no assistant",
-)
+case("orphan_tool.jsonl", [{"messages": [user("Hi"), tool("Rain"), said("Wet.")]}],
+     "a tool message that follows no assistant")
 case("narrator.jsonl", [{"messages": [{"role": "narrator", "content": "Once"}, *TALK]}], "unknown role 'narrator': user, assistant, system and tool are read")
 # ShareGPT
 case("sharegpt.jsonl", [{"conversations": SHARED, "id": "x"}], {"messages": TALK[:2], "columns": {"id": "x"}})
@@ -249,25 +230,16 @@ case("alpaca_pairs.jsonl", [{"instruction": "Greet", "input": "", "chosen": "A h
 case("text.jsonl", [{"text": "The sky is blue."}], {"text": "The sky is blue."})
 case("text.csv", [{"text": 'Line one,\n"line two"'}], {"text": 'Line one,\n"line two"'})
 case("prompt_only.parquet", [{"prompt": "The sky"}], {"prompt": "The sky"})
-case(
-    "prompt_only_chat.jsonl",
-    [{"prompt": [user("Hi")], "answer": "x"}],
-    {"prompt": [user("Hi")], "columns": {"answer": "x"}},
-)
-case(
-    "prompt_completion.csv",
-    [{"prompt": "The sky", "completion": " is blue."}],
-    {"prompt": "The sky", "completion": " is blue."},
-)
+case("prompt_only_chat.jsonl", [{"prompt": [user("Hi")], "answer": "x"}],
+     {"prompt": [user("Hi")], "columns": {"answer": "x"}})
+case("prompt_completion.csv", [{"prompt": "The sky", "completion": " is blue."}],
+     {"prompt": "The sky", "completion": " is blue."})
 case("prompt_completion_chat.jsonl", [{"prompt": [user("Hi")], "completion": [said("Hello.", reasoning_content="Greet.")]}],
      {"prompt": [user("Hi")], "completion": said("Hello.", reasoning_content="Greet.")})
 case("several_completions.jsonl", [{"prompt": TALK[:3], "completion": [said("", tool_calls=[call()]), tool("Rain"), said("Wet.")]}],
      {"messages": [user("Hi"), said("Hello.", weight=0), user("Bye"), said("", tool_calls=[call()]), tool("Rain"), said("Wet.")]})
-case(
-    "pairs.csv",
-    [{"prompt": "Sky?", "chosen": " Blue.", "rejected": " Red."}],
-    {"prompt": "Sky?", "chosen": " Blue.", "rejected": " Red."},
-)
+case("pairs.csv", [{"prompt": "Sky?", "chosen": " Blue.", "rejected": " Red."}],
+     {"prompt": "Sky?", "chosen": " Blue.", "rejected": " Red."})
 case("pairs_chat.parquet", [{"prompt": [user("Hi")], "chosen": [said("Hello.")], "rejected": [said("What?")]}],
      {"prompt": [user("Hi")], "chosen": "Hello.", "rejected": "What?"})
 case("pairs_implicit.jsonl", [{"chosen": TALK, "rejected": [*TALK[:3], said("No.")]}],
@@ -284,16 +256,10 @@ case("pairs_thinking.jsonl", [{"prompt": [user("Hi")], "chosen": [said("Hello.",
      {"prompt": [user("Hi")], "chosen": said("Hello.", reasoning_content="Greet."), "rejected": "What?"})
 case("pairs_of_episodes.jsonl", [{"chosen": [TALK[0], said("a"), *TALK[2:]], "rejected": [TALK[0], said("b"), *TALK[2:]]}],
      "sides of several messages: one assistant message each after the prompt")
-case(
-    "pairs_of_two_prompts.jsonl",
-    [{"chosen": TALK[:2], "rejected": [user("Ho"), TALK[1]]}],
-    "chosen and rejected have different prompts",
-)
-case(
-    "unpaired.jsonl",
-    [{"prompt": "Sky?", "completion": " Red.", "label": False}],
-    {"prompt": "Sky?", "completion": " Red.", "label": False},
-)
+case("pairs_of_two_prompts.jsonl", [{"chosen": TALK[:2], "rejected": [user("Ho"), TALK[1]]}],
+     "chosen and rejected have different prompts")
+case("unpaired.jsonl", [{"prompt": "Sky?", "completion": " Red.", "label": False}],
+     {"prompt": "Sky?", "completion": " Red.", "label": False})
 case("unpaired.csv", [{"prompt": "Sky?", "completion": " Blue.", "label": "True"}, {"prompt": "Sky?", "completion": " Red.", "label": "0"}],
      {"prompt": "Sky?", "completion": " Blue.", "label": True}, {"prompt": "Sky?", "completion": " Red.", "label": False})
 case("unpaired_chat.parquet", [{"prompt": [user("Hi")], "completion": [said("Hello.")], "label": True}],
@@ -404,24 +370,15 @@ case("two_formats.jsonl", [{"prompt": "Sky?", "completion": " Blue.", "messages"
 case("two_formats_chosen.jsonl", [{"prompt": "Sky?", "completion": " Blue.", "messages": TALK}],
      {"messages": TALK, "columns": {"prompt": "Sky?", "completion": " Blue."},
       "notes": [f"{name} kept as a column beside messages" for name in ("prompt", "completion")]}, columns="messages=messages")
-case(
-    "half_a_pair.jsonl",
-    [{"prompt": "Sky?", "chosen": " Blue."}],
-    "nearest: prompt, chosen, rejected (--columns rejected=COLUMN)",
-)
+case("half_a_pair.jsonl", [{"prompt": "Sky?", "chosen": " Blue."}],
+     "nearest: prompt, chosen, rejected (--columns rejected=COLUMN)")
 case("null_side.jsonl", [{"prompt": "Sky?", "chosen": " Blue.", "rejected": None}], "rejected_is_null")
 case("null_completion.jsonl", [{"prompt": "Sky?", "completion": None}],
      {"prompt": "Sky?", "notes": ["completion is null: read as prompt"]})
-case(
-    "nothing_known.csv",
-    [{"a": "1", "b": "2"}],
-    "columns a, b; nearest: prompt, completion (--columns prompt=COLUMN,completion=COLUMN)",
-)
-case(
-    "list_as_text.csv",
-    [{"prompt": [user("Hi")], "completion": "Hello."}],
-    "prompt is a list of messages written as text",
-)
+case("nothing_known.csv", [{"a": "1", "b": "2"}],
+     "columns a, b; nearest: prompt, completion (--columns prompt=COLUMN,completion=COLUMN)")
+case("list_as_text.csv", [{"prompt": [user("Hi")], "completion": "Hello."}],
+     "prompt is a list of messages written as text")
 case("repr.csv", [{"messages": str(TALK)}], {"messages": TALK})
 case("typo.jsonl", [{"question": "Sky?", "answer": "Blue."}], "no column qestion among question, answer; did you mean prompt=question?",
      columns="prompt=qestion")
@@ -432,27 +389,16 @@ case("impossible.jsonl", [{"a": "b", "c": []}], "no format has messages and prom
 case("data.json", b'{"data": [\n {"text": "a"},\n {"text": "b"}\n]}\n', {"text": "a"}, {"text": "b"})
 case("columns_called_data.jsonl", b'{"data": [{"role": "user"}], "text": "a"}\n{"data": [], "text": "b"}\n',
      {"text": "a", "columns": {"data": [{"role": "user"}]}, "notes": ["data holds turns and is not read"]}, {"text": "b", "columns": {"data": []}})
-case(
-    "more_than_data.json",
-    b'{"data": [{"text": "a"}], "version": 1}',
-    {"text": "a"},
-    "more_than_data.json:1: } is expected",
-)
+case("more_than_data.json", b'{"data": [{"text": "a"}], "version": 1}',
+     {"text": "a"}, "more_than_data.json:1: } is expected")
 case("array.json.gz", gzip.compress(b'[{"text": "a"}, {"text": "b"}]'), {"text": "a"}, {"text": "b"})
 case("open_array.json", b'[{"text": "a"},\n{"text": "b"', "open_array.json:2: not JSON")
 case("kept_values.jsonl", b'{"text": "a", "n": 1, "when": "2024-05-01"}\n{"text": "b", "n": 1.5, "when": "soon"}\n',
      {"text": "a", "columns": {"n": 1, "when": "2024-05-01"}}, {"text": "b", "columns": {"n": 1.5, "when": "soon"}})
-case(
-    "kept_values.csv",
-    b"text,code\nNA,007\n1.50,\n",
-    {"text": "NA", "columns": {"code": "007"}},
-    {"text": "1.50", "columns": {"code": ""}},
-)
-case(
-    "semicolons.csv",
-    b"\xef\xbb\xbfprompt;completion\r\nSky, blue?;Yes.\r\n",
-    {"prompt": "Sky, blue?", "completion": "Yes."},
-)
+case("kept_values.csv", b"text,code\nNA,007\n1.50,\n",
+     {"text": "NA", "columns": {"code": "007"}}, {"text": "1.50", "columns": {"code": ""}})
+case("semicolons.csv", b"\xef\xbb\xbfprompt;completion\r\nSky, blue?;Yes.\r\n",
+     {"prompt": "Sky, blue?", "completion": "Yes."})
 case("ragged.csv", b"prompt,completion\na,b\nSky, blue?,Yes.\n", "ragged.csv:3: 3 cells for 2 columns")
 case("open_quote.csv", b'prompt,completion\na,b\n"Sky?,Yes.\nc,d\n', "open_quote.csv:3: not a row of separated values")
 case("same_column.csv", b"prompt,prompt\na,b\n", "same_column.csv:1: the column 'prompt' occurs twice")

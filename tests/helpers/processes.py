@@ -35,11 +35,16 @@ def open_session() -> None:
 
 
 def running() -> list[psutil.Process]:
-    """Living processes with this session's mark, without this one."""
+    """Living processes with this session's mark, without this one; those that are older cannot have it."""
     mark, found = os.environ[MARK], []
+    begun = psutil.Process(int(mark)).create_time() if psutil.pid_exists(int(mark)) else 0.0
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
-            if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
+            if (
+                process.create_time() >= begun
+                and process.environ().get(MARK) == mark
+                and process.status() != psutil.STATUS_ZOMBIE
+            ):
                 found.append(process)
     return [process for process in found if process.pid != os.getpid()]
 
@@ -51,7 +56,7 @@ def left_by_a_test(before: list[psutil.Process]) -> dict[psutil.Process, str]:
     def found() -> dict[psutil.Process, str]:
         left = {}
         for process in running():
-            if process.pid in forkers:
+            if process.pid in forkers | known:
                 continue
             with contextlib.suppress(psutil.Error):
                 ancestry = {process.pid, *(parent.pid for parent in process.parents())} - {os.getpid()}
