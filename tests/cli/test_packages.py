@@ -20,10 +20,7 @@ WANTED = {  # package: the program and the flags that ask for it
     "stanza": ("lightrlhf.ppo", [*PPO, "--parser", "stanza", "--termination_condition", "parsing"]),
     "bitsandbytes": ("lightrlhf.ppo", [*PPO, "--optimizer", "AdamW8bit"]),
     "wandb": ("lightrlhf.ppo", [*PPO, "--logger", "wandb"]),
-    "flash_attn": (
-        "lightrlhf.ppo",
-        [*PPO, "--attn_implementation", "flash_attention_2", "--precision", "bf16-mixed"],
-    ),
+    "flash_attn": ("lightrlhf.ppo", [*PPO, "--attn_implementation", "flash_attention_2", "--precision", "bf16-mixed"]),
     "math_verify": ("lightrlhf.check_reward", ["--reward_function", "lightrlhf.rewards.verifiers:math_answer"]),
     "reasoning_gym": ("datasets_prep.reasoning_gym.prepare_data", [*FRESH, "--tasks", "chain_sum"]),
     "gguf": ("lightrlhf.export", ["--model_name", "m", "--to", "gguf", "--destination_dir", "out"]),

@@ -33,11 +33,7 @@ EOS = 1
 
 def finetune_row(prompt: list[int], response: list[int]) -> dict:
     targets = [IGNORE_INDEX] * len(prompt) + response
-    return {
-        "prompt_len": len(prompt),
-        "input_ids": torch.tensor(prompt + response),
-        "targets": torch.tensor(targets),
-    }
+    return {"prompt_len": len(prompt), "input_ids": torch.tensor(prompt + response), "targets": torch.tensor(targets)}
 
 
 def trained(batch: Batch, row: int) -> list[int]:

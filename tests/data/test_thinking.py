@@ -78,10 +78,7 @@ def test_a_prompt_that_opens_thinking_is_answered_by_its_end(prompt, written, pl
     tokenizer = turns(prompt, written)
     assert trained(tokenizer, answer()) == (prompt, plain)
     assert trained(tokenizer, answer(reasoning_content="one and one")) == (prompt, reasoned)
-    for text in (
-        "<think>\none and one\n</think>\n\n2",
-        "one and one\n</think>\n\n2",
-    ):  # the second as sampled
+    for text in ("<think>\none and one\n</think>\n\n2", "one and one\n</think>\n\n2"):  # the second as sampled
         assert trained(tokenizer, answer(text)) == (prompt, reasoned)
     for message in (answer(), answer(reasoning_content="one and one")):
         text = f"{trained(tokenizer, message)[1]}<|im_end|>"

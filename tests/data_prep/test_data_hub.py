@@ -109,10 +109,7 @@ def test_what_cannot_be_uploaded_is_refused_before_any_work(
     name, token, message, hub, flags, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.setattr(huggingface_hub, "get_token", lambda: token or None)
-    for main, words in (
-        (generic.main, flags),
-        (sft.main, ["--data_dir", "data", "--model_name", "tiny"]),
-    ):
+    for main, words in ((generic.main, flags), (sft.main, ["--data_dir", "data", "--model_name", "tiny"])):
         assert message in refused(capsys, main, *words, "--push_to_hub", name)
     assert not hub.calls and not (tmp_path / "data").exists()
 

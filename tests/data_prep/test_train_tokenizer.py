@@ -62,12 +62,7 @@ def test_every_text_of_a_row_is_read_and_half_characters_are_left_out():
     assert list(train_tokenizer.texts_of(row)) == ["user", "hello"]
 
 
-@pytest.mark.parametrize(
-    ("flags", "status", "words"),
-    [
-        (["--dataset_name", "nowhere.jsonl"], 2, "nowhere.jsonl"),
-    ],
-)
+@pytest.mark.parametrize(("flags", "status", "words"), [(["--dataset_name", "nowhere.jsonl"], 2, "nowhere.jsonl")])
 def test_bad_calls_are_one_line(pairs, tmp_path, capsys, flags, status, words):
     with pytest.raises(SystemExit) as stop:
         train_tokenizer.main(["--dataset_name", str(pairs), "--destination_dir", str(tmp_path / "bpe"), *flags])

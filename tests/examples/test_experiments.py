@@ -136,7 +136,7 @@ def program():
 
 def test_a_call_prints_the_command_it_stands_for(program, capsys):
     assert call(program, names=["a b", "c"], rate=1e-3, nothing=None, flag=True) == [
-        *("--names", "a b", "c", "--rate", "0.001", "--flag", "True"),
+        *("--names", "a b", "c", "--rate", "0.001", "--flag", "True")
     ]
     assert "$ python -m lightrlhf.fake --names 'a b' c --rate 0.001 --flag True\n" in capsys.readouterr().out
 
@@ -327,7 +327,7 @@ def test_sampling_on_a_server_is_compared_with_the_local_engine(tmp_path, capsys
     rollout_servers.main(folder)
     rows = read_jsonl(tmp_path / "results.jsonl")
     assert [(row["arm"], row["method"]) for row in rows] == [
-        *(("local", "GRPO"), ("local", "PPO"), ("own", "GRPO"), ("own", "PPO")),
+        *(("local", "GRPO"), ("local", "PPO"), ("own", "GRPO"), ("own", "PPO"))
     ]
     assert rows[2]["gold"] == rows[0]["gold"] and rows[3]["first_kl"] < 1e-9
     assert "gold, own minus local: +0.000" in capsys.readouterr().out

@@ -161,10 +161,7 @@ def test_a_server_that_never_answers_is_one_line():
         url = f"http://127.0.0.1:{free.getsockname()[1]}/v1"
     wait_at_most(PATIENCE, 0.2)
     args = RemoteArgs(base_url=[url])
-    with (
-        Servers(args, "tiny", first_wait=0.05) as servers,
-        error_naming(RunFailure, f"--base_url {url}"),
-    ):
+    with Servers(args, "tiny", first_wait=0.05) as servers, error_naming(RunFailure, f"--base_url {url}"):
         servers.wait_until_healthy()
 
 

@@ -186,11 +186,7 @@ def test_the_clipped_surrogate_by_hand():
 def test_kl_estimators_are_what_their_names_say():
     """Schulman 2020, with r = pi / ref by the sampled tokens: k1 = log r, k2 = log(r)^2 / 2, k3 = 1/r - 1 + log r."""
     pi, ref = torch.tensor([-1.0, -2.0, -0.5]), torch.tensor([-1.5, -1.0, -0.5])
-    for name, formula in {
-        "k1": lambda x: x,
-        "k2": lambda x: x * x / 2,
-        "k3": lambda x: math.exp(-x) - 1 + x,
-    }.items():
+    for name, formula in {"k1": lambda x: x, "k2": lambda x: x * x / 2, "k3": lambda x: math.exp(-x) - 1 + x}.items():
         expected = [formula(float(a - b)) for a, b in zip(pi, ref)]
         assert ops.KL_ESTIMATORS[name](pi, ref).tolist() == pytest.approx(expected, abs=1e-6)
 

@@ -272,11 +272,7 @@ def batch_of(batch) -> tuple:
 
 
 @pytest.mark.parametrize(
-    "flags, error",
-    [
-        ({"accelerator": "cpu"}, "--accelerator cpu"),
-        ({"precision": "32-true"}, "--precision 32-true"),
-    ],
+    "flags, error", [({"accelerator": "cpu"}, "--accelerator cpu"), ({"precision": "32-true"}, "--precision 32-true")]
 )
 def test_flash_attention_is_refused_where_it_cannot_run(flags, error):
     with error_naming(ValueError, "--attn_implementation flash_attention_2", error):

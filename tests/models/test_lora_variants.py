@@ -87,10 +87,7 @@ def load_again(base, variant: str, tokenizer):
     return load_policy(str(base), args_of(variant), tokenizer)
 
 
-@pytest.mark.parametrize(
-    ("first", "second"),
-    [("", "pissa"), ("pissa", "olora"), ("olora", ""), ("orthogonal", "")],
-)
+@pytest.mark.parametrize(("first", "second"), [("", "pissa"), ("pissa", "olora"), ("olora", ""), ("orthogonal", "")])
 def test_a_stage_on_a_stage_is_one_adapter_on_the_first_base(first, second, stage, base_model, tokenizer):
     sft = load_policy(str(base_model), args_of(first), tokenizer)
     train_a_little(sft)

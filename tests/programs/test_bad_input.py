@@ -407,11 +407,7 @@ def test_data_preparation_refuses_prompts_that_are_all_too_long_and_writes_nothi
 
 
 @pytest.mark.parametrize(
-    "flags, pin",
-    [
-        (["--destination_dri", "x"], "--destination_dir"),
-        (["--tokenizer_name", "./nowhere"], "./nowhere"),
-    ],
+    "flags, pin", [(["--destination_dri", "x"], "--destination_dir"), (["--tokenizer_name", "./nowhere"], "./nowhere")]
 )
 def test_cafe_preparation_refuses(flags, pin, tmp_path, capsys):
     assert pin in refused("cafe", ["--destination_dir", tmp_path / "out", *flags], capsys)

@@ -43,8 +43,7 @@ def test_a_rate_has_the_prefix_of_its_unit():
 
 
 @pytest.mark.parametrize(
-    ("installed", "state", "works"),
-    [("2.0", "2.0", True), (None, "missing", False), ("1.0", "1.0, not >=1.5", False)],
+    ("installed", "state", "works"), [("2.0", "2.0", True), (None, "missing", False), ("1.0", "1.0, not >=1.5", False)]
 )
 def test_packages_are_there_missing_or_of_another_version(installed, state, works, monkeypatch):
     from packaging.requirements import Requirement

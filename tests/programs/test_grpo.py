@@ -395,12 +395,7 @@ def test_flags_that_cannot_be_meant_are_one_line(given, facts):
 
 
 @pytest.mark.parametrize(
-    ("name", "fact"),
-    [
-        ("mean_loss", "(2, 3)"),
-        ("constant_loss", "gradient"),
-        ("loss_of_two", "TypeError"),
-    ],
+    ("name", "fact"), [("mean_loss", "(2, 3)"), ("constant_loss", "gradient"), ("loss_of_two", "TypeError")]
 )
 def test_a_loss_that_is_none_is_refused_before_the_model_is_loaded(name, fact):
     with error_naming(UsageError, f"--loss_type helpers.rewards:{name}", fact):

@@ -7,16 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import (
-    CPU,
-    RunOfOneStep,
-    assert_same_gradients,
-    last_checkpoint,
-    metrics,
-    run_program,
-    save_model,
-    weights,
-)
+from helpers import CPU, RunOfOneStep, assert_same_gradients, last_checkpoint, metrics, run_program, save_model, weights
 from helpers.errors import error_naming, refused
 
 from lightrlhf import dpo, kto

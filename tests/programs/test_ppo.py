@@ -302,13 +302,7 @@ COMPLETIONS = ["completions/mean_length", "completions/truncated_ratio", "comple
 @pytest.mark.slow
 def test_several_rewards_are_weighted_logged_and_resumed(cafe_data, base_model, rm_dir, tmp_path, light_functions):
     flags = ["--data_dir", str(cafe_data), "--model_name", str(base_model), *SMALL, *CPU, "--max_steps", "2"]
-    flags += [
-        "--rm_experiment_dir",
-        str(rm_dir),
-        "--reward_function",
-        "rewards:length",
-        "rewards:vowels",
-    ]
+    flags += ["--rm_experiment_dir", str(rm_dir), "--reward_function", "rewards:length", "rewards:vowels"]
     flags += [
         "--reward_weights", "0", "1", "0.5", "--clip_rewards", "False", "--eval_interval", "0", "--log_interval", "1",
     ]  # fmt: skip

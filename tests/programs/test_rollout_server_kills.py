@@ -152,11 +152,7 @@ def test_one_of_two_servers_is_killed_at_a_random_time(program, runs, servers, t
                 problems.append("rows are lost or doubled")
         seen = "; ".join(problems) or "bit-equal"
         kind = f"{program}, server {served.servers.index(server)} after {delay:.2f} of {seconds:.2f} s"
-        case(
-            f"{kind}, {'started again' if comes_back else 'for good'}",
-            not problems,
-            seen,
-        )
+        case(f"{kind}, {'started again' if comes_back else 'for good'}", not problems, seen)
 
 
 @pytest.mark.parametrize("program", PROGRAMS)

@@ -290,10 +290,7 @@ def test_weights_multiply_what_decisions_contribute(trainer):
 @needs_envs
 @pytest.mark.parametrize(
     "given, message",
-    [
-        (["--max_staleness", "1"], "max_staleness"),
-        (["--top_p", "0.9"], "--top_p 0.9 with --rollout_server"),
-    ],
+    [(["--max_staleness", "1"], "max_staleness"), (["--top_p", "0.9"], "--top_p 0.9 with --rollout_server")],
 )
 def test_flags_of_reflect_rl_that_cannot_be_meant_are_one_line(given, message, runs, tmp_path, capsys):
     with pytest.raises(SystemExit) as stopped:

@@ -261,11 +261,7 @@ def test_names_are_unique_and_none_is_that_of_a_count():
         ({"reward_function": ["a:b"]}, rewards.length, "--reward_function"),
         ({}, [], "reward:"),
         ({"reward_weights": [0.5]}, [], "reward:"),
-        (
-            {"reward_function": ["a:b", "c:d"], "reward_weights": [1.0]},
-            None,
-            "--reward_weights 1.0",
-        ),
+        ({"reward_function": ["a:b", "c:d"], "reward_weights": [1.0]}, None, "--reward_weights 1.0"),
         ({"rm_experiment_dir": ".", "reward_weights": [1.0]}, rewards.length, "2"),
         ({"reward_weights": [0.0]}, rewards.length, "0"),
         ({}, [rewards.length, 3], "reward"),

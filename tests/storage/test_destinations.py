@@ -69,10 +69,7 @@ WRITERS = {
         "--output_dir",
         ["--responses_file", "{rows}", "--choose_type", "max_min", "--data_dir", "{data}"],
     ),
-    "lightrlhf.judge": (
-        "--output_file",
-        ["--responses_file", "{rows},{rows}", "--judge", "helpers.rewards:length"],
-    ),
+    "lightrlhf.judge": ("--output_file", ["--responses_file", "{rows},{rows}", "--judge", "helpers.rewards:length"]),
     "lightrlhf.plot": ("--output_file", ["--experiment_dir", "{run}"]),
     "lightrlhf.check_reward": (
         "--output_file",

@@ -87,10 +87,7 @@ def test_work_that_returns_fewer_rows_ends_the_call(tmp_path):
 
 
 def test_two_writers_of_one_file_are_refused(tmp_path):
-    with (
-        JsonlWriter(tmp_path / "rows.jsonl"),
-        error_naming(UsageError, f"process {os.getpid()}"),
-    ):
+    with JsonlWriter(tmp_path / "rows.jsonl"), error_naming(UsageError, f"process {os.getpid()}"):
         JsonlWriter(tmp_path / "rows.jsonl")
 
 

@@ -350,10 +350,7 @@ def test_each_run_of_a_script_that_is_restarted_finds_its_own(tmp_path, monkeypa
 @pytest.mark.parametrize(
     "variables, error",
     [
-        (
-            {"TORCHELASTIC_USE_AGENT_STORE": "True"},
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1",
-        ),
+        ({"TORCHELASTIC_USE_AGENT_STORE": "True"}, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"),
         ({"TORCHELASTIC_USE_AGENT_STORE": "False", "TORCHELASTIC_ERROR_FILE": ""}, "--log-dir /dev/null"),
     ],
 )
@@ -374,11 +371,7 @@ def test_a_torchrun_whose_restarts_would_hang_is_refused_at_once(variables, erro
         ({"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}, {"devices": 4}, (4, 2)),
         ({"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}, {"devices": 4}, "--devices 4"),
         ({"SLURM_NTASKS": "16", "SLURM_NNODES": "2", "SLURM_JOB_NAME": "train"}, {}, (8, 2)),
-        (
-            {"SLURM_NTASKS": "16", "SLURM_NNODES": "2", "SLURM_JOB_NAME": "train"},
-            {"num_nodes": 3},
-            "--num_nodes 3",
-        ),
+        ({"SLURM_NTASKS": "16", "SLURM_NNODES": "2", "SLURM_JOB_NAME": "train"}, {"num_nodes": 3}, "--num_nodes 3"),
         ({"SLURM_NTASKS": "1", "SLURM_JOB_NAME": "train"}, {"devices": 2}, (2, 1)),
     ],
 )
