@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers import last_checkpoint, metrics, weights
-from helpers.programs import main_of
+from helpers.programs import assert_resumes, main_of
 
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.cli.groups import ModelArgs
@@ -70,11 +70,8 @@ def test_training_is_bitwise_that_without_them(program, finished, runs, tmp_path
 def test_a_resumed_run_has_the_same_answers(program, finished, tmp_path):
     folder = shutil.copytree(finished(program), tmp_path / "run")
     expected = (folder / "samples.jsonl").read_bytes()
-    for later in sorted(folder.glob("checkpoint-*"))[1:]:
-        shutil.rmtree(later)
-    main_of(program)(["--resume_from", str(folder)])
+    assert_resumes(main_of(program), folder)
     assert (folder / "samples.jsonl").read_bytes() == expected
-    assert weights(last_checkpoint(folder)) == weights(last_checkpoint(finished(program)))
 
 
 @pytest.mark.slow

@@ -6,12 +6,14 @@ import functools
 import importlib
 import inspect
 import re
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from helpers import ROOT
+from helpers import ROOT, last_checkpoint, metrics, weights
 from lightrlhf.programs import PROGRAMS
+from lightrlhf.storage.checkpoint import checkpoints
 
 FILES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
@@ -27,6 +29,15 @@ def main_of(program: str) -> Callable[[list[str]], Any]:
 def trained(program: str, *flags: object) -> Path:
     """Run a training program in this process; returns its experiment dir."""
     return Path(main_of(program)([str(flag) for flag in flags]))
+
+
+def assert_resumes(main: Callable[[list[str]], Any], run: str | Path, kept: int = 1) -> None:
+    """Cut a run back to its first checkpoints and resume it: weights and metrics must be the same, bit by bit."""
+    expected, rows = weights(last_checkpoint(run)), metrics(run)
+    for later in checkpoints(Path(run))[kept:]:
+        shutil.rmtree(later)
+    main(["--resume_from", str(run)])
+    assert weights(last_checkpoint(run)) == expected and metrics(run) == rows
 
 
 def args_class(program: str) -> type:

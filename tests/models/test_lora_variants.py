@@ -2,14 +2,14 @@
 
 import json
 import math
-import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import CPU, last_checkpoint, metrics, mixed_batch, rows_of, save_model, weights
+from helpers import CPU, last_checkpoint, metrics, mixed_batch, rows_of, save_model
 from helpers.errors import error_naming, refused
+from helpers.programs import assert_resumes
 from helpers.trained import config_of, logits_of, plain, train_a_little
 
 from lightrlhf.cli.errors import UsageError
@@ -286,15 +286,6 @@ def flags(cafe_data, base_model, tmp_path):
     return [*some, "--finetune_mode", "lora", *SMALL]
 
 
-def resumed(program, run: str) -> None:
-    """Resume a run after its first step, and compare it with the whole one."""
-    expected, rows = weights(last_checkpoint(run)), metrics(run)
-    for later in ("checkpoint-000002", "checkpoint-000003"):
-        shutil.rmtree(f"{run}/{later}")
-    program.main(["--resume_from", run])
-    assert weights(last_checkpoint(run)) == expected and metrics(run) == rows
-
-
 def rounds_differently(monkeypatch) -> None:
     """Change the decompositions by as little as another machine might."""
     svd, qr = torch.svd_lowrank, torch.linalg.qr
@@ -319,7 +310,7 @@ def test_a_run_is_resumed_to_the_bit(variant, flags, monkeypatch):
     state, _ = read_checkpoint(Path(run) / "checkpoint-000003")
     assert any("lora_magnitude_vector" in name for name in state["learned"]["policy"]) == ("--use_dora" in variant)
     rounds_differently(monkeypatch)
-    resumed(sft, run)
+    assert_resumes(sft.main, run)
 
 
 @pytest.mark.slow
@@ -335,7 +326,7 @@ def test_a_stage_on_a_stage_is_resumed_to_the_bit(variant, flags, monkeypatch, c
         assert config_of(last_checkpoint(run))["base_model_name_or_path"] == f"{run}/base"
     assert metrics(run)[0]["train/loss"] == pytest.approx(math.log(2), abs=1e-4)  # the policy is its reference
     rounds_differently(monkeypatch)
-    resumed(dpo, run)
+    assert_resumes(dpo.main, run)
     assert "computing log-probabilities again" not in capsys.readouterr().out
 
 
@@ -355,7 +346,7 @@ def test_a_run_against_a_reference_begins_at_it_and_is_resumed_to_the_bit(varian
     first = metrics(run)[0]
     assert abs(first["objective/kl"]) < 1e-5
     rounds_differently(monkeypatch)
-    resumed(module, run)
+    assert_resumes(module.main, run)
 
 
 @pytest.mark.slow
@@ -367,7 +358,7 @@ def test_a_variant_on_models_of_its_own_is_resumed_to_the_bit(variant, flags, mo
     run = ppo.main([*flags, *LENGTH, *rates, *variant])
     assert abs(metrics(run)[0]["objective/kl"]) < 1e-5 < abs(metrics(run)[2]["objective/kl"])
     rounds_differently(monkeypatch)
-    resumed(ppo, run)
+    assert_resumes(ppo.main, run)
 
 
 @pytest.mark.parametrize("init", ["pissa", "olora"])

@@ -13,6 +13,7 @@ import pytest
 import torch
 from helpers import CPU, RunOfOneStep, assert_same_gradients, last_checkpoint, metrics, run_program, weights
 from helpers.errors import error_naming, refused
+from helpers.programs import assert_resumes
 
 pytest.importorskip("gymnasium", reason="needs pip install -e '.[envs]'")
 
@@ -266,13 +267,7 @@ def test_a_resumed_run_is_the_same_to_the_bit(name, policy_dir, reflector_dir, t
     flags += [word.replace("long_way", "long way") for word in RUNS[name].split()]
     if "reflector" in name:
         flags += ["--reflect_experiment_dir", reflector_dir]
-    whole = train(tmp_path, *flags, "--max_steps", 4)
-    last, logged = weights(Path(whole) / "checkpoint-000004"), metrics(whole)
-    half = train(tmp_path / "half", *flags, "--max_steps", 4)
-    shutil.rmtree(Path(half) / "checkpoint-000004")
-    assert reflect_rl.main(["--resume_from", half]) == half
-    assert weights(last_checkpoint(half)) == last
-    assert metrics(half) == logged
+    assert_resumes(reflect_rl.main, train(tmp_path, *flags, "--max_steps", 4))
 
 
 @pytest.mark.slow

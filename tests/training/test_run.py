@@ -13,7 +13,7 @@ import torch
 from helpers import CPU, kill_seed, last_checkpoint, listing, metrics, reseal, run_killed, weights
 from helpers.data import gpt2_like
 from helpers.errors import refused
-from helpers.programs import main_of
+from helpers.programs import assert_resumes, main_of
 
 from lightrlhf import sft
 from lightrlhf.models.names import resolve
@@ -100,13 +100,7 @@ def test_a_resumed_run_of_adapters_or_the_last_layer_is_bitwise_too(program, mod
         flags += ["--reward_function", "helpers.rewards:length", "--disable_dropout", "False", "--epochs", "9"]
         flags += ["--rollout_size", "8", "--mini_batch_size", "8", "--max_new_tokens", "5", "--ppo_epochs", "2"]
         flags += ["--actor_learning_rate", "1e-3", "--critic_learning_rate", "1e-3"]
-    whole = main_of(program)(flags)
-    expected, rows = weights(last_checkpoint(whole)), metrics(whole)
-    for later in ("checkpoint-000004", "checkpoint-000006"):
-        shutil.rmtree(Path(whole) / later)
-    again = main_of(program)(["--resume_from", whole])
-    assert weights(last_checkpoint(again)) == expected
-    assert metrics(again) == rows
+    assert_resumes(main_of(program), main_of(program)(flags))
 
 
 def test_a_finished_run_that_is_resumed_does_nothing_more(sft_dir, tmp_path):
