@@ -350,7 +350,7 @@ def test_every_logged_metric_is_explained_and_no_other(algorithm, furnished):
 def test_every_flag_of_its_own_is_explained(algorithm):
     mixins = (TrainArgs, DataArgs, DataSetsArgs, EvalArgs, RolloutLogArgs, ModelArgs, DecodingArgs)
     shared = {f.name for base in mixins for f in dataclasses.fields(base)}
-    shared |= {*SERVERS, "tensor_parallel"} - {"rollout_server"}  # explained by scale_out.md
+    shared |= {*SERVERS, "tensor_parallel"} - {"rollout_server"}  # explained by speed.md
     shared |= fields_of("lightrlhf.dpo") if algorithm == "online_dpo" else set()
     own = fields_of(f"lightrlhf.{algorithm}") - shared
     name = TRAINING[algorithm].page or algorithm
@@ -359,7 +359,7 @@ def test_every_flag_of_its_own_is_explained(algorithm):
 
 
 def test_every_flag_of_servers_and_groups_of_ranks_is_explained():
-    page = (ROOT / "howto" / "scale_out.md").read_text(encoding="utf-8")
+    page = (ROOT / "howto" / "speed.md").read_text(encoding="utf-8")
     assert not {name for name in (*SERVERS, "tensor_parallel") if f"`--{name}" not in page}
 
 
