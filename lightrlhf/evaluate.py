@@ -260,12 +260,7 @@ def on_demonstrations(args: EvaluateArgs, policy: Policy, data_dir: str, tokeniz
 
 
 def on_pairs(
-    args: EvaluateArgs,
-    name: str,
-    policy: Policy,
-    reference: Policy,
-    data_dir: str,
-    tokenizer: Tokenizer,
+    args: EvaluateArgs, name: str, policy: Policy, reference: Policy, data_dir: str, tokenizer: Tokenizer
 ) -> dict[str, Any]:
     """Accuracy of a DPO or KTO policy's implicit reward on the data's pairs; empty without any."""
     has_reward = stored_arg(name, "program") in ("dpo", "kto") and stored_arg(name, "loss_type") not in REFERENCE_FREE

@@ -221,12 +221,7 @@ def settings_of(args: GenerateArgs, rows: Sequence[Row]) -> Row:
 
 
 def write_shard(
-    args: GenerateArgs,
-    models: Models,
-    rows: Sequence[Row],
-    output: Path,
-    settings: Row,
-    shard: shards.Shard,
+    args: GenerateArgs, models: Models, rows: Sequence[Row], output: Path, settings: Row, shard: shards.Shard
 ) -> None:
     """Write this rank's shard, resuming after its complete rows, and merge all shards when they are complete."""
     chunk = max(1, CHUNKS * args.rollout_mini_batch_size // args.num_generations)

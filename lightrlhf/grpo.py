@@ -293,11 +293,7 @@ def combine_scores(
 
 
 def estimate_advantages(
-    args: GRPOArgs,
-    rollout: Rollout,
-    scores: Scores,
-    correction: Tensor | None = None,
-    ranks: Ranks | None = None,
+    args: GRPOArgs, rollout: Rollout, scores: Scores, correction: Tensor | None = None, ranks: Ranks | None = None
 ) -> GRPOBatch:
     """Advantages of a rollout's actions from its scores and, with `--kl_placement reward`, its KL.
 

@@ -229,10 +229,7 @@ def make_envs(args: ReflectRLArgs, envs: Sequence[TextEnv] | Callable[[], TextEn
 
 
 def load_agent(
-    run: Run[ReflectRLArgs],
-    num_labels: int,
-    start: PreTrainedModel | Policy | None,
-    tokenizer: Tokenizer | None,
+    run: Run[ReflectRLArgs], num_labels: int, start: PreTrainedModel | Policy | None, tokenizer: Tokenizer | None
 ) -> ModelAgent:
     """The policy that is trained, from `start` if it is given, with the frozen reflector if there is one."""
     args, num_slots = run.args, run.args.rollout_mini_batch_size

@@ -89,9 +89,7 @@ class Reflector:
     def __init__(self, policy: Policy, tokenizer: Tokenizer, args: ActingArgs, num_slots: int) -> None:
         self.policy, self.tokenizer, self.num_slots = policy, tokenizer, num_slots
         self.args = DecodingArgs(
-            max_new_tokens=args.reflect_max_new_tokens,
-            do_sample=args.reflect_do_sample,
-            temperature=args.temperature,
+            max_new_tokens=args.reflect_max_new_tokens, do_sample=args.reflect_do_sample, temperature=args.temperature
         )
         self.with_history = args.with_history
         self.reuses_prefixes = args.with_history and has_kv_cache(policy.model)

@@ -54,9 +54,7 @@ class HarnessArgs(PolicyEvaluationArgs):
     """Other harnesses."""
 
     harness: Literal["lm_eval", "inspect", "alpaca_eval", "mt_bench", "arena_hard", "rewardbench"] | None = flag(
-        None,
-        when=GREEDY,
-        excludes={"stop_strings": ..., "eos_ids": ..., "repetition_penalty": ..., "dry_run": True},
+        None, when=GREEDY, excludes={"stop_strings": ..., "eos_ids": ..., "repetition_penalty": ..., "dry_run": True}
     )
     """Write the files or the task of this harness and print its command, in place of the evaluation here."""
     harness_questions: str | None = flag(None, check=check_file, needs="harness")

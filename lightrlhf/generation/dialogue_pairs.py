@@ -70,12 +70,7 @@ def sample_turn(args: PairArgs, index: int, num_turns: int, num_prefixes: int) -
 
 
 def branch(
-    args: PairArgs,
-    policy: Policy,
-    tokenizer: Tokenizer,
-    user: User,
-    sample: Sampler | None,
-    rows: Sequence[Dialogue],
+    args: PairArgs, policy: Policy, tokenizer: Tokenizer, user: User, sample: Sampler | None, rows: Sequence[Dialogue]
 ) -> list[Row]:
     """Two dialogues from each row that differ from a sampled turn h on and end at a sampled horizon l, as JSON rows.
 

@@ -62,12 +62,7 @@ class ServedPolicy:
     """
 
     def __init__(
-        self,
-        args: Any,
-        policy: Policy,
-        tokenizer: Tokenizer,
-        run: Run[Any] | None = None,
-        only_labels: bool = False,
+        self, args: Any, policy: Policy, tokenizer: Tokenizer, run: Run[Any] | None = None, only_labels: bool = False
     ) -> None:
         self.args, self.policy, self.run, self.only_labels = args, policy, run, only_labels
         self.ranks = run.ranks if run else LocalRanks()

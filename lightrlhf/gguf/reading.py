@@ -20,14 +20,7 @@ import torch
 
 from lightrlhf.cli.errors import UsageError, first_line, list_names, write_problem
 from lightrlhf.gguf.layout import check_kinds, check_layout, read_header
-from lightrlhf.gguf.tokens import (
-    INTACT,
-    PRE_TOKENIZERS,
-    check_loads,
-    check_tokenizer,
-    complete_tokenizer,
-    ends_of,
-)
+from lightrlhf.gguf.tokens import INTACT, PRE_TOKENIZERS, check_loads, check_tokenizer, complete_tokenizer, ends_of
 from lightrlhf.maths.finite import not_finite
 
 LONGEST_SHOWN = 40  # characters of a value in an error

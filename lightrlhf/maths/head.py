@@ -94,13 +94,7 @@ class LinearHead(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        targets: Tensor,
-        temperature: float,
-        count: int,
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float, count: int
     ) -> Tensor:
         """count: of logits that are computed at a time."""
         device = hidden.device.type

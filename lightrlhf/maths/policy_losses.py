@@ -45,12 +45,7 @@ def clip_loss(
 
 
 def cispo_loss(
-    logprobs: Tensor,
-    log_ratio: Tensor,
-    advantages: Tensor,
-    action_mask: Tensor,
-    low: float = 0.2,
-    high: float = 0.2,
+    logprobs: Tensor, log_ratio: Tensor, advantages: Tensor, action_mask: Tensor, low: float = 0.2, high: float = 0.2
 ) -> Tensor:
     """-clip(rho, 1 - low, 1 + high) A log pi, the ratio a constant (CISPO, MiniMax 2025, 2506.13585, eq. 4-5)."""
     return -log_ratio.detach().exp().clamp(1 - low, 1 + high) * advantages * logprobs
@@ -68,12 +63,7 @@ def reinforce_loss(logprobs: Tensor, log_ratio: Tensor, advantages: Tensor, acti
     return -advantages * logprobs
 
 
-LOSSES: dict[str, TokenLoss] = {
-    "clip": clip_loss,
-    "cispo": cispo_loss,
-    "sapo": sapo_loss,
-    "reinforce": reinforce_loss,
-}
+LOSSES: dict[str, TokenLoss] = {"clip": clip_loss, "cispo": cispo_loss, "sapo": sapo_loss, "reinforce": reinforce_loss}
 
 
 def make_loss(name: str, low: float, high: float, dual: float | None) -> TokenLoss:

@@ -386,11 +386,7 @@ def _shortest(model: PreTrainedModel, names: list[str]) -> list[str]:
 
 
 def save_adapter(
-    model: PreTrainedModel,
-    adapters: Sequence[str],
-    head: Tensor | None,
-    base: str | None,
-    folder: Path,
+    model: PreTrainedModel, adapters: Sequence[str], head: Tensor | None, base: str | None, folder: Path
 ) -> None:
     """Write the concatenation of these adapters, and a scalar head, as a peft folder on top of `base`."""
     from safetensors.torch import save_file

@@ -53,11 +53,7 @@ class Layout(NamedTuple):
 
 
 def pack_texts(
-    input_ids: Tensor,
-    attention_mask: Tensor,
-    group: Tensor | None,
-    hidden_size: int,
-    most_columns: int | None = None,
+    input_ids: Tensor, attention_mask: Tensor, group: Tensor | None, hidden_size: int, most_columns: int | None = None
 ) -> PackedTexts | None:
     """Pack (B, T) rows by their `group` (B,), see `Batch`; None if separate rows cost less or are not right-padded.
 

@@ -81,10 +81,7 @@ class Role(nn.Module):
         return lora.active(self.model, self.adapters, self.training)
 
     def _inputs(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor,
-        group: Tensor | None = None,
+        self, input_ids: Tensor, attention_mask: Tensor, group: Tensor | None = None
     ) -> tuple[dict[str, Any], PackedTexts | None]:
         """Arguments of a forward pass without a KV cache, and the packed texts if they are packed."""
         packed = packed_texts(self.model, input_ids, attention_mask, group) if self.packs else None

@@ -179,12 +179,7 @@ def print_banner(args: IteratedArgs, data: str, work: str, directory: Path) -> N
 
 # --------------------------------------------------------------------------------------------------------- resumed
 def _check_resumed(
-    args: IteratedArgs,
-    program: str,
-    given: Mapping[str, str],
-    source: str,
-    directory: Path,
-    rows: Sequence[Any] | None,
+    args: IteratedArgs, program: str, given: Mapping[str, str], source: str, directory: Path, rows: Sequence[Any] | None
 ) -> str:
     """The initial policy of a run. Raises: UsageError when these flags, objects, rows or sources do not continue it."""
     stored = run_dir.stored_args(str(directory))
