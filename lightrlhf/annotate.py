@@ -42,7 +42,7 @@ from lightrlhf.rewards.encoding import Encoding, samples_of_row
 from lightrlhf.rewards.scorers import GroupScorer, with_rewards
 from lightrlhf.storage import destinations, jsonl, locks, results, run_dir, seals
 from lightrlhf.storage.writing import write_text, writing
-from lightrlhf.training.provenance import given_objects
+from lightrlhf.training.provenance import describe_given
 
 CHUNK = 256  # prompts scored between two writes
 READ = ("prompt", "responses")  # of each row
@@ -157,7 +157,7 @@ def try_batch(args: AnnotateArgs, rows: list[Row], reward: functions.RewardFunct
         for side in ("chosen", "rejected") if pairs else ():
             ids = pairs[0][f"{side}_input_ids"]
             print(f"{side}: {marked_text(tokenizer, ids, [(pairs[0]['prompt_len'], len(ids))])}")
-        print(f"⟦ and ⟧ mark the trained tokens; {counted(counts)}\n")
+        print(f"⟦ and ⟧ mark the trained tokens; {describe_counts(counts)}\n")
     results.show_trial(tried[0], len(tried), len(rows), "prompts", seconds, output)
 
 
@@ -173,7 +173,7 @@ def write_rewards(
     args: AnnotateArgs, rows: Sequence[Row], output: Path, reward: functions.RewardFunctions | None = None
 ) -> list[Row]:
     """Write the rows with `rewards`, resuming after the complete rows of the file; returns them."""
-    with jsonl.JsonlWriter(output, settings_of(args) | given_objects(reward=reward)) as writer:
+    with jsonl.JsonlWriter(output, settings_of(args) | describe_given(reward=reward)) as writer:
         check_responses(writer.rows, output, (*READ, "rewards"))
         if len(writer.rows) < len(rows):
             writer.extend(rows, CHUNK, partial(with_rewards, scorer=make_scorer(args, reward)), "annotate")
@@ -220,7 +220,7 @@ def choose(scores: Sequence[float | None], choose_type: str, rng: random.Random)
     return (chosen, rejected) if valid[chosen] > valid[rejected] else "tie"
 
 
-def penalised(scores: Sequence[float | None], lengths: Sequence[int], penalty: float) -> list[float | None]:
+def penalize_lengths(scores: Sequence[float | None], lengths: Sequence[int], penalty: float) -> list[float | None]:
     """Scores less `penalty` per token of length."""
     return [None if score is None else score - penalty * length for score, length in zip(scores, lengths)]
 
@@ -240,7 +240,7 @@ def choose_pairs(
         encoded = [encoding.prompt_and_response(sample) if sample else ([], []) for sample in samples_of_row(row)]
         scores = row["rewards"]
         if choose_type == "max_min_p":
-            scores = penalised(scores, [len(response) for _, response in encoded], args.length_penalty)
+            scores = penalize_lengths(scores, [len(response) for _, response in encoded], args.length_penalty)
         choice = choose(scores, choose_type, random.Random(f"{args.seed} {number}"))
         if isinstance(choice, str):
             counts[choice] += 1
@@ -271,7 +271,7 @@ def write_pairs(
     Raises: UsageError when there is no pair.
     """
     if not pairs:
-        raise UsageError(f"{args.responses_file} gives no pair: {counted(counts)}")
+        raise UsageError(f"{args.responses_file} gives no pair: {describe_counts(counts)}")
     splits: dict[str, list[Row]] = {"train": [], "validation": []}
     for row in pairs:
         splits[split_of(row, args)].append(row)
@@ -279,7 +279,7 @@ def write_pairs(
     mean = sum(margins) / len(margins)
     report = {"counts": dict(counts), "rows": {split: len(members) for split, members in splits.items()}}
     report["margin"] = {"mean": mean, "median": margins[len(margins) // 2]}
-    judge = run_dir.stored_arg(args.data_dir, "judge") if args.data_dir else None
+    judge = run_dir.read_arg(args.data_dir, "judge") if args.data_dir else None
     with writing(folder), locks.lock_folder(folder, "--output_dir"):
         for split, members in splits.items():
             if members:
@@ -290,10 +290,10 @@ def write_pairs(
         write_text(folder / "report.json", jsonl.to_json(report, indent=1))
         write_text(folder / "args.json", json.dumps({**to_dict(args), "judge": judge}, indent=1))
         seals.seal(folder, ["args.json"])
-    return f"{folder}: {counted(counts)}, mean margin {mean:.3f}"
+    return f"{folder}: {describe_counts(counts)}, mean margin {mean:.3f}"
 
 
-def counted(counts: Counter[str]) -> str:
+def describe_counts(counts: Counter[str]) -> str:
     """How many pairs there are, and how many prompts without one for each reason."""
     return ", ".join(f"{count:,} {name}" for name, count in counts.most_common())
 

@@ -126,7 +126,7 @@ def run(args: CheckRewardArgs) -> list[dict[str, Any]]:
     for path in args.reward_function:
         workers = Workers(path, args.reward_timeout)
         for task, rows in groups.items():
-            results += summarised(check(args, workers, rows), {"reward_function": path, "task": task})
+            results += summarize(check(args, workers, rows), {"reward_function": path, "task": task})
         workers.close()
     show(results)
     if args.output_file is not None:
@@ -199,7 +199,7 @@ def outcome(value: Any) -> dict[str, Any]:
     return {"score": value, "failure": None, "reason": ""}
 
 
-def summarised(found: dict[str, list[Row]], names: dict[str, str]) -> list[dict[str, Any]]:
+def summarize(found: dict[str, list[Row]], names: dict[str, str]) -> list[dict[str, Any]]:
     """A row of results for each case that has responses, with what is suspicious about it, if anything."""
     scores = [row["score"] for rows in found.values() for row in rows if row["score"] is not None]
     top, floor = max(scores, default=0.0), min([0.0, *scores])

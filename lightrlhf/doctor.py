@@ -48,7 +48,7 @@ def run(args: DoctorArgs) -> dict[str, Any]:
     broken = [f"{name} {state}" for name, state in packages[""].items() if not works(state)]
     report: dict[str, Any] = {"machine": dict(machine())}
     show("Machine", report["machine"])
-    extras = {extra: missing(rows) for extra, rows in packages.items() if extra}
+    extras = {extra: find_missing(rows) for extra, rows in packages.items() if extra}
     report["extras"] = {
         extra: f"needs {', '.join(lacking)}" if lacking else "works" for extra, lacking in extras.items()
     }
@@ -107,7 +107,7 @@ def works(state: str) -> bool:
     return state != "missing" and ", not " not in state
 
 
-def missing(rows: dict[str, str]) -> list[str]:
+def find_missing(rows: dict[str, str]) -> list[str]:
     """The packages of an extra that are missing or of another version."""
     return [name if state == "missing" else f"{name} {state}" for name, state in rows.items() if not works(state)]
 

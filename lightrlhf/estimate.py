@@ -204,8 +204,8 @@ def sizes_of(args: EstimateArgs, model: PreTrainedModel, bits: int | None) -> Si
     body = {id(p): p for p in model.base_model.parameters()}.values()
     quantised: list[Any] = [model.get_submodule(name).weight for name in lora.linear_layers(model)] if bits else []
     saved = sum(p.nbytes - QUANTISED[bits or 4] * p.numel() for p in quantised)
-    policy, policy_trained = sum(p.nbytes for p in model.parameters()) - saved, trained(model.parameters())
-    scalar, scalar_trained = sum(p.nbytes for p in body) - saved + FLOAT * width, trained(body) + width
+    policy, policy_trained = sum(p.nbytes for p in model.parameters()) - saved, count_trainable(model.parameters())
+    scalar, scalar_trained = sum(p.nbytes for p in body) - saved + FLOAT * width, count_trainable(body) + width
     if args.algorithm == "rm":
         return Sizes(scalar, scalar_trained)
     weights, learning = policy, policy_trained
@@ -213,7 +213,7 @@ def sizes_of(args: EstimateArgs, model: PreTrainedModel, bits: int | None) -> Si
         weights, learning = weights + FLOAT * policy_trained, learning + scalar_trained  # with the reference
     if not args.samples:
         return Sizes(weights, learning)
-    adapters = FLOAT * trained(body) if args.finetune_mode == "lora" else 0
+    adapters = FLOAT * count_trainable(body) if args.finetune_mode == "lora" else 0
     if args.finetune_mode == "lora" and args.share_backbone:
         others = [adapters + FLOAT * width] * (2 if args.algorithm == "ppo" else 1)  # of the critic, a reward model
         return Sizes(policy + sum(others), learning)
@@ -221,7 +221,7 @@ def sizes_of(args: EstimateArgs, model: PreTrainedModel, bits: int | None) -> Si
     return Sizes(weights + reward_model + (scalar if args.algorithm == "ppo" else 0), learning)
 
 
-def trained(parameters: Iterable[nn.Parameter]) -> int:
+def count_trainable(parameters: Iterable[nn.Parameter]) -> int:
     return sum(p.numel() for p in parameters if p.requires_grad)
 
 

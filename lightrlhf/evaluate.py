@@ -50,7 +50,7 @@ from lightrlhf.rewards import encoding, loading, scorers
 from lightrlhf.rewards.rewards import Rewards
 from lightrlhf.storage.destinations import check_output
 from lightrlhf.storage.results import cell, check_results, print_table, write_results
-from lightrlhf.storage.run_dir import is_experiment_dir, short_name, stored_arg
+from lightrlhf.storage.run_dir import is_experiment_dir, read_arg, short_name
 
 EVALUATED = "what is evaluated"
 OF_MODELS: dict[str, Any] = dict.fromkeys(  # flags of models that respond, which say nothing of a file
@@ -137,7 +137,7 @@ def evaluate_models(args: EvaluateArgs, device: torch.device) -> list[dict[str, 
     data_dir = args.data_folder
     if args.harness:
         return harnesses.write_for(args, args.harness, data_dir, device)
-    by = "gold" if stored_arg(data_dir, "judge") else "reward" if args.has_rewards else None  # what decides who wins
+    by = "gold" if read_arg(data_dir, "judge") else "reward" if args.has_rewards else None  # what decides who wins
     rows: list[dict[str, Any]] = []
     baseline: list[dict[str, Any]] = []  # records of the first experiment
     for name in args.model_names:
@@ -172,9 +172,11 @@ def evaluate_files(args: EvaluateArgs, device: torch.device) -> list[dict[str, A
     for path, (records, samples) in files.items():
         row = {"model": Path(path).stem, **responses.describe(samples)}
         scored, records = (
-            responses.rewarded(rewards, samples, records) if rewards else (responses.mean_reward(records), records)
+            responses.score_records(rewards, samples, records) if rewards else (responses.mean_reward(records), records)
         )
-        passes, records = responses.passed(records, args.pass_k, args.pass_threshold) if args.pass_k else ({}, records)
+        passes, records = (
+            responses.pass_rates(records, args.pass_k, args.pass_threshold) if args.pass_k else ({}, records)
+        )
         row |= scored | passes
         if rows:
             row |= responses.win_rates(records, baseline, "reward", args.seed)
@@ -233,13 +235,13 @@ def evaluate_policy(
         for number, one in enumerate(samples)
     ]
     if args.has_rewards:
-        scored, records = responses.rewarded(make_rewards(args, device), samples, records)
+        scored, records = responses.score_records(make_rewards(args, device), samples, records)
         results |= scored
     if args.pass_k:
-        passes, records = responses.passed(records, args.pass_k, args.pass_threshold)
+        passes, records = responses.pass_rates(records, args.pass_k, args.pass_threshold)
         results |= passes
-    if judge := stored_arg(data_dir, "judge"):
-        records = answers.judged(judge, records)
+    if judge := read_arg(data_dir, "judge"):
+        records = answers.judge_records(judge, records)
         parts = [key for key in records[0]["gold"] if key != "score"]
         results |= responses.mean_of("gold", [scorers.finite(float(r["gold"]["score"])) for r in records])
         results |= {part: sum(r["gold"][part] for r in records) / len(records) for part in parts}
@@ -263,21 +265,21 @@ def on_pairs(
     args: EvaluateArgs, name: str, policy: Policy, reference: Policy, data_dir: str, tokenizer: Tokenizer
 ) -> dict[str, Any]:
     """Accuracy of a DPO or KTO policy's implicit reward on the data's pairs; empty without any."""
-    has_reward = stored_arg(name, "program") in ("dpo", "kto") and stored_arg(name, "loss_type") not in REFERENCE_FREE
+    has_reward = read_arg(name, "program") in ("dpo", "kto") and read_arg(name, "loss_type") not in REFERENCE_FREE
     if not has_reward or not Path(data_dir, f"preference_{args.split}.pt").is_file():
         return {}
     rows = splits.load_split(data_dir, "preference", args.split, args.verify)[: args.num_samples]
     splits.check_vocabulary(rows, min(vocabulary_size(policy), vocabulary_size(reference)), data_dir)
-    divergence = DIVERGENCES[stored_arg(name, "f_divergence") or "reverse_kl"]
-    reward = partial(divergence, alpha=stored_arg(name, "f_alpha") or 0.0), stored_arg(name, "beta")
+    divergence = DIVERGENCES[read_arg(name, "f_divergence") or "reverse_kl"]
+    reward = partial(divergence, alpha=read_arg(name, "f_alpha") or 0.0), read_arg(name, "beta")
     pad_id, size = tokenizer.pad_token_id, args.rollout_mini_batch_size
     return pairs.implicit_rewards(policy, reference, rows, *reward, pad_id, size)
 
 
 def reference_of(args: EvaluateArgs, name: str) -> tuple[str | None, str]:
     """Reference model of an experiment's KL and implicit rewards, None if it has none, and the flag for errors."""
-    reference = args.reference_dir or stored_arg(name, "ref_model") or stored_arg(name, "sft_experiment_dir")
-    started = stored_arg(name, "model_name") if stored_arg(name, "program") in ("dpo", "kto") else None
+    reference = args.reference_dir or read_arg(name, "ref_model") or read_arg(name, "sft_experiment_dir")
+    started = read_arg(name, "model_name") if read_arg(name, "program") in ("dpo", "kto") else None
     if reference is None and started not in (None, "tiny"):
         return started, "--model_name"
     return reference, "--reference_dir"

@@ -32,7 +32,7 @@ from lightrlhf.rewards.loading import load_scorer
 from lightrlhf.rewards.scorers import FunctionScorer, GroupScorer
 from lightrlhf.storage.jsonl import write_jsonl
 from lightrlhf.storage.results import check_results, new_figure, print_table, save_figure
-from lightrlhf.storage.run_dir import short_name, stored_arg
+from lightrlhf.storage.run_dir import read_arg, short_name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +96,7 @@ def turn_scorer(args: EvaluateDialoguesArgs, data_dir: str, device: torch.device
     """The scorer of dialogues: the reward model of `--rm_experiment_dir`, else the judge of the data."""
     if args.rm_experiment_dir:
         return load_scorer(args.rm_experiment_dir, device, args.rollout_mini_batch_size, "--rm_experiment_dir")
-    judge = stored_arg(data_dir, "judge")
+    judge = read_arg(data_dir, "judge")
     if judge is None:
         raise UsageError(f"--rm_experiment_dir is required: the args.json of {data_dir} names no judge")
     return FunctionScorer(load_function(judge, "the judge of the data"), f"the judge {judge}")

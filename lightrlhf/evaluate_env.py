@@ -32,7 +32,7 @@ from lightrlhf.models.names import resolve
 from lightrlhf.models.tokenizer import load_tokenizer
 from lightrlhf.programs import TRAINING
 from lightrlhf.storage.results import cell, check_results, print_table
-from lightrlhf.storage.run_dir import locate, short_name, stored_arg
+from lightrlhf.storage.run_dir import locate, read_arg, short_name
 
 COMMAND_TOKENS = 32  # longest written-out command of a model whose training does not say
 AGENT_ATTEMPTS = 3  # replies of a language model until one must name a command
@@ -182,13 +182,13 @@ def acting_args(name: str, overrides: dict[str, Any]) -> ActingArgs:
     """How an experiment acts: as in its run, else as its data was made; overrides win."""
     values = {}
     data_dir = locate(name, "data_dir")
-    trained = TRAINING.get(stored_arg(name, "program") or "")
+    trained = TRAINING.get(read_arg(name, "program") or "")
     for one in dataclasses.fields(ActingArgs):
         if trained and trained.data == "environment":
-            values[one.name] = stored_arg(name, one.name)
+            values[one.name] = read_arg(name, one.name)
         elif data_dir and one.name in ("with_history", "shuffle_action"):
-            values[one.name] = stored_arg(data_dir, one.name)
-        elif data_dir and one.name == "max_new_tokens" and stored_arg(data_dir, "written"):
+            values[one.name] = read_arg(data_dir, one.name)
+        elif data_dir and one.name == "max_new_tokens" and read_arg(data_dir, "written"):
             values[one.name] = COMMAND_TOKENS
     try:
         acting = ActingArgs(**({key: value for key, value in values.items() if value is not None} | overrides))
@@ -214,7 +214,7 @@ def remote_agent(servers: Servers, args: EvaluateEnvArgs) -> Agent:
             bodies = [{"messages": list(dialogues[i]), **sampling} for i in undecided]
             for i, reply in zip(undecided, servers.replies(bodies)):
                 decisions[i].reflection = reply.text
-                decisions[i].action = named_command(reply.text, seats[i].info["admissible"]) or ""
+                decisions[i].action = find_command(reply.text, seats[i].info["admissible"]) or ""
                 dialogues[i] += [{"role": "assistant", "content": reply.text}, {"role": "user", "content": AGAIN}]
             undecided = [i for i in undecided if not decisions[i].action]
         return decisions
@@ -222,7 +222,7 @@ def remote_agent(servers: Servers, args: EvaluateEnvArgs) -> Agent:
     return act
 
 
-def named_command(text: str, offered: Sequence[str]) -> str | None:
+def find_command(text: str, offered: Sequence[str]) -> str | None:
     """The command on the last line that consists of one, with or without `Command:` in front."""
     for line in reversed(text.splitlines()):
         words = line.strip(" `*\"'.").removeprefix("Command:").strip(" `*\"'.")

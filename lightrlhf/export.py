@@ -212,7 +212,7 @@ def write_llama(args: ExportArgs, source: str, folder: Path, name: str) -> Findi
     ends = tokens.ends_of(metadata, tokenizer)
     after = checks.observe(read, tokenizer, before)._replace(ends={ends} if isinstance(ends, int) else {*ends})
     both = zip(writer.stored_tensors(model, args.gguf_type), writer.stored_tensors(read, "f32"), strict=True)
-    pairs = (Pair(mine.name, writer.rounded(mine), theirs.value) for mine, theirs in both)
+    pairs = (Pair(mine.name, writer.round_as_stored(mine), theirs.value) for mine, theirs in both)
     return checks.check(model, before, read, after, pairs)
 
 

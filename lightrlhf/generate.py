@@ -95,7 +95,7 @@ def run(args: GenerateArgs) -> list[str]:
             output = output_path(one)
             if args.dry_run:
                 models = load_models(one, device)
-                tried = models.engine.prepared(one, rows[: max(1, one.rollout_mini_batch_size // one.num_generations)])
+                tried = models.engine.prepare(one, rows[: max(1, one.rollout_mini_batch_size // one.num_generations)])
                 results.try_first(partial(answer, one, models), tried, len(rows), "prompts", output, shard)
                 return []
             settings = settings_of(one, rows)
@@ -161,11 +161,11 @@ def answer(args: GenerateArgs, models: Models, rows: Sequence[Row]) -> Iterable[
     """The prepared rows with their responses, and rewards if there is a reward model, as they are written."""
     answered: Iterable[Row] = models.engine.respond(args, rows)
     if models.scorer is not None:
-        answered = scored(args, list(answered), models.scorer, models.tokenizer)
+        answered = score_rows(args, list(answered), models.scorer, models.tokenizer)
     return map(in_order, answered)
 
 
-def scored(
+def score_rows(
     args: GenerateArgs, rows: Sequence[Row], scorer: scorers.GroupScorer, tokenizer: Tokenizer | None
 ) -> list[Row]:
     """The rows with `rewards` and the best response; with `--ref_scores` also the rewards of the data's answers."""
@@ -226,7 +226,7 @@ def write_shard(
     """Write this rank's shard, resuming after its complete rows, and merge all shards when they are complete."""
     chunk = max(1, CHUNKS * args.rollout_mini_batch_size // args.num_generations)
     label, is_local = "generate" if shard.rank == 0 else "", args.rollout_engine == "local"
-    own = models.engine.prepared(args, shard.of(rows))  # before the progress bar, which an error would tear
+    own = models.engine.prepare(args, shard.of(rows))  # before the progress bar, which an error would tear
     with jsonl.JsonlWriter(shard.path(output), settings) as writer:
         writer.extend(own, chunk, partial(answer, args, models), label, whole_chunks=is_local)
     shards.merge(output, settings, shard, len(rows))

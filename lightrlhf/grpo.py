@@ -267,7 +267,7 @@ def find_equal_groups(run: Run[GRPOArgs], rollout: Rollout, scores: Scores) -> T
 
 def penalize_length(args: GRPOArgs, rollout: Rollout, scores: Tensor) -> Tensor:
     """Scores (B,) less the penalties of length; NaN stays NaN."""
-    scores = kl.bounded_scores(scores, rollout.truncated, None, args.missing_eos_penalty)
+    scores = kl.bound_scores(scores, rollout.truncated, None, args.missing_eos_penalty)
     if not args.overlong_buffer:
         return scores
     over = kl.overlong(rollout.action_mask.sum(1), args.max_new_tokens, args.overlong_buffer)  # (B,)
@@ -288,7 +288,7 @@ def combine_scores(
     for part, weight in zip(scores.parts.T, scores.weights):
         known = torch.where(part.isfinite() & ~total.isnan(), part, math.nan)  # (B,); one of weight 0 may be infinite
         moments = groups.group_moments(known, rollout.group, rollout.num_groups, sum_over_ranks)
-        parts.append(weight * groups.group_advantages(known, moments, groups.standardised))
+        parts.append(weight * groups.group_advantages(known, moments, groups.standardise))
     return torch.where(total.isnan(), total, torch.stack(parts).sum(0).to(total.dtype))
 
 

@@ -83,7 +83,7 @@ def train(
     Raises: UsageError for invalid input, RunFailure when the run fails.
     """
     check_args(args, IterativeRefuelArgs, {"reward": reward})
-    given = provenance.given_objects(dialogues=dialogues, user=user, reward=reward)
+    given = provenance.describe_given(dialogues=dialogues, user=user, reward=reward)
     if dialogues is None:
         splits.check_data_dir(args)
     else:
@@ -109,7 +109,7 @@ def train(
         given=given,
         rows=openings,
     )
-    with run.opened():
+    with run.open():
         stages: tuple[Stage[IterativeRefuelArgs], ...] = (
             Stage("generate", "dialogues.jsonl", lambda it: generate_dialogues(it, rows_of("train"), user)),
             Stage("rank", "rewards.jsonl", lambda it: rank(it, reward), samples=first_samples),

@@ -148,7 +148,7 @@ def run(args: JudgeArgs) -> Row | list[str]:
     check_args(args, JudgeArgs)
     if args.sample is not None:
         return write_samples(args, args.sample)
-    pairs, unmatched = matched(args)
+    pairs, unmatched = match_rows(args)
     output = output_path(args)
     if args.dry_run:
         work = (ask_model if args.judge == "openai" else compare_scores)(args)
@@ -174,7 +174,7 @@ def run(args: JudgeArgs) -> Row | list[str]:
 
 
 # ------------------------------------------------------------------------------------------------------------ pairs
-def matched(args: JudgeArgs) -> tuple[list[Row], Row]:
+def match_rows(args: JudgeArgs) -> tuple[list[Row], Row]:
     """Pairs with the same prompt, in the order of A, and the number of unmatched rows of each file.
 
     Repetitions of a prompt are matched in order. Raises: UsageError when the files have no prompt in common.
@@ -438,7 +438,7 @@ def write_samples(args: JudgeArgs, size: int) -> list[str]:
         rows = read_responses(name, ["prompt"])
         if args.max_per_subreddit is not None and not any("subreddit" in row for row in rows):
             raise UsageError(f"--max_per_subreddit {args.max_per_subreddit}: {name} has no column subreddit")
-        rows = sampled(rows, size, args.max_per_subreddit, args.seed)
+        rows = sample_rows(rows, size, args.max_per_subreddit, args.seed)
         output = Path(name).with_name(f"{Path(name).stem}-sampled.jsonl")
         write_jsonl(output, rows)
         print(f"{output}: {len(rows)} rows" + (f", fewer than --sample {size}" if len(rows) < size else ""))
@@ -446,7 +446,7 @@ def write_samples(args: JudgeArgs, size: int) -> list[str]:
     return written
 
 
-def sampled(rows: Iterable[Row], size: int, max_per_subreddit: int | None, seed: int) -> list[Row]:
+def sample_rows(rows: Iterable[Row], size: int, max_per_subreddit: int | None, seed: int) -> list[Row]:
     """Rows in an order that depends on the seed and their prompts alone, so that two files give the same prompts."""
 
     def rank(row: Row) -> str:

@@ -191,7 +191,7 @@ class Mismatches:
         if place < self._start(0):
             step, number = -1, place - self._start(-1)
         if self._last[0] != step:  # indices come in order
-            self._last = step, self._mismatched(self.validation if step < 0 else self._batch(step))
+            self._last = step, self._mismatch(self.validation if step < 0 else self._batch(step))
         return self._last[1][number]
 
     def parts(self) -> list[list[int]]:
@@ -206,7 +206,7 @@ class Mismatches:
         """Rows of a step, or of validation (-1), with their `mismatch` and its log-probability under the reference."""
         assert self.logps is not None
         values = self.logps[0, self._start(step) : self._start(step) + len(batch)].tolist()
-        columns = zip(batch, self._mismatched(batch), values, strict=True)
+        columns = zip(batch, self._mismatch(batch), values, strict=True)
         return [{**row, "mismatch": {**other, "ref_logps": logp}} for row, other, logp in columns]
 
     def _start(self, step: int) -> int:
@@ -216,7 +216,7 @@ class Mismatches:
     def _batch(self, step: int) -> list[Row]:
         return self.run.order.global_batch(self.rows, step, self.run.args.mini_batch_size)
 
-    def _mismatched(self, batch: list[Row]) -> list[Row]:
+    def _mismatch(self, batch: list[Row]) -> list[Row]:
         return mismatched_rows(batch, self.rows, self.width)
 
 

@@ -123,11 +123,11 @@ def train(
         unit="prompts",
         size_flag="prompts_per_iteration",
         work=f"{len(shards[0]):,} prompts, {args.num_generations} responses to each",
-        given=provenance.given_objects(prompts=prompts, reward=reward),
+        given=provenance.describe_given(prompts=prompts, reward=reward),
         rows=rows,
         tokenizer=tokenizer,
     )
-    with run.opened():
+    with run.open():
         stages: tuple[Stage[OnlineDPOArgs], ...] = (
             Stage("respond", "responses.jsonl", lambda it: respond(it, prompt_shards(it.args, rows)[it.number - 1])),
             Stage("choose", "rewards.jsonl", lambda it: score_and_choose(it, reward), samples=first_samples),
@@ -305,7 +305,7 @@ def add_scores(
     groups = [[as_sample(record), as_sample(other)] for record, other in zip(records, before)]
     for record, rewards in zip(records, scorer(groups)):
         record["reward"] = rewards[0]
-    judge = data_dir and run_dir.stored_arg(data_dir, "judge")
+    judge = data_dir and run_dir.read_arg(data_dir, "judge")
     if judge:
         texts = ([record[key] for record in records] for key in ("prompt", "response"))
         for record, gold in zip(records, load_function(judge, "the judge of the data")(*texts)):

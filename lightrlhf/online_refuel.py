@@ -176,7 +176,7 @@ class DialogueSampler:
         """Continue dialogues of this rank to `ends` assistant turns each; key: of the noise, besides the run's seed."""
         args = self.run.args
         policy: Any = getattr(self.model, "module", self.model)
-        with sharding.unsharded(policy) if self.served is None else nullcontext():
+        with sharding.gather_shards(policy) if self.served is None else nullcontext():
             seed, slots = mix_seed(args.seed, key), args.rollout_mini_batch_size
             return talks.roll_out(policy, self.tokenizer, starts, ends, self.user, args, seed, slots, self.served)
 

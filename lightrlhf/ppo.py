@@ -243,14 +243,14 @@ def load_critic(args: PPOArgs, tokenizer: Tokenizer, policy: Policy, is_given: b
 def bound_scores(args: PPOArgs, rollout: Rollout, scores: Scores) -> Scores:
     """Scores with their totals (B,) clipped, less the penalty for a missing end; NaN stays NaN."""
     limit = args.reward_clip_value if args.clip_rewards else None
-    total = kl.bounded_scores(scores.total, rollout.truncated, limit, args.missing_eos_penalty)
+    total = kl.bound_scores(scores.total, rollout.truncated, limit, args.missing_eos_penalty)
     return replace(scores, total=total)
 
 
 def predict_values(critic: nn.Module, rollout: Rollout, batch_size: int) -> Tensor:
     """Values of the states in which actions were taken, dropout off: (B, T-1), 0 off actions."""
     values = torch.zeros(rollout.action_mask.shape, device=rollout.input_ids.device)
-    with forward.inference(critic), sharding.unsharded(critic):
+    with forward.inference(critic), sharding.gather_shards(critic):
         for rows in inference_batches(rollout.attention_mask.sum(1), batch_size):
             part = rollout.select(rows)
             values[rows, : part.action_mask.shape[1]] = critic(part.input_ids, part.attention_mask)[:, :-1]
@@ -260,15 +260,15 @@ def predict_values(critic: nn.Module, rollout: Rollout, batch_size: int) -> Tens
 def segment_responses(args: PPOArgs, rollout: Rollout, noise: Tensor, parser: Parser | None) -> tuple[Tensor, int]:
     """Macro actions of each response, (B, T-1) as in `maths/macro_actions.py`, and how many could not be parsed.
 
-    noise: uniform numbers, (B, L), for random lengths; see `macro_actions.randomized`.
+    noise: uniform numbers, (B, L), for random lengths; see `macro_actions.random_segments`.
     """
     if parser is not None:
         return parsed_segments(rollout, parser, args.parsing_cutoff, args.ngram)
     if args.termination_condition == "ppl":
         return macro_actions.perplexity(rollout.action_mask, rollout.ref_logprobs), 0
     if args.termination_condition == "randomized":
-        return macro_actions.randomized(rollout.action_mask, noise), 0
-    return macro_actions.fixed(rollout.action_mask, args.ngram), 0
+        return macro_actions.random_segments(rollout.action_mask, noise), 0
+    return macro_actions.fixed_segments(rollout.action_mask, args.ngram), 0
 
 
 def estimate_advantages(

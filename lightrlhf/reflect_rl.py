@@ -47,7 +47,7 @@ from lightrlhf.models import forward, given, loading, names
 from lightrlhf.models.roles import Policy, TokenStats
 from lightrlhf.models.tokenizer import load_tokenizer
 from lightrlhf.models.value_head import ValueHead
-from lightrlhf.training.provenance import given_objects
+from lightrlhf.training.provenance import describe_given
 from lightrlhf.training.run import Metrics, OnStep, Run
 
 MAX_REPLAY_WEIGHT = 2.0  # of a replayed decision
@@ -149,7 +149,7 @@ class DecisionBatch(PlayedBatch):
     returns: Tensor  # (B,) targets of the critic
     correction: Tensor | None = None  # (B, T-1) importance weights of the gap between sampler and trainer; None is 1
 
-    def weighted(self, values: Tensor) -> Tensor:
+    def weight(self, values: Tensor) -> Tensor:
         """Values (B, T-1) or (B, 1) of the loss, times the importance weights."""
         return values if self.correction is None else values * self.correction
 
@@ -178,7 +178,7 @@ def train(
     stages = curriculum.curriculum(games[0].levels, args.levels, args.stages)
     pools = {level: games[0].starts("train", level) for stage in stages for level in stage.levels}
     name = args.env.rpartition(":")[2] if envs is None else type(games[0]).__name__
-    objects = given_objects(policy=policy, tokenizer=tokenizer, envs=None if envs is None else type(games[0]))
+    objects = describe_given(policy=policy, tokenizer=tokenizer, envs=None if envs is None else type(games[0]))
     run = Run(args, "reflect_rl", on_step, objects, data=f"{name}/episodes")
     num_starts = args.rollout_size // args.num_generations  # of an iteration, on each device
     every_start = [start for pool in pools.values() for start in pool]
@@ -280,7 +280,7 @@ def estimate_advantages(
         episode_returns = returns[lengths.cumsum(0) - lengths]  # (E,) at the first decision of each episode
         start = torch.arange(len(lengths), device=returns.device) // args.num_generations  # (E,) of each episode
         moments = groups.group_moments(episode_returns, start, int(start.max()) + 1)
-        by_episode = groups.group_advantages(episode_returns, moments, groups.standardised)  # (E,)
+        by_episode = groups.group_advantages(episode_returns, moments, groups.standardise)  # (E,)
         advantages = by_episode.repeat_interleave(lengths)  # (B,)
     elif args.normalize_advantages:
         counted = torch.ones_like(advantages, dtype=torch.bool)
@@ -313,15 +313,15 @@ def policy_gradient_loss(
     gain = batch.advantages[:, None] * stats.logprobs  # (B, T-1)
     if stats.entropy is not None:
         gain = gain + entropy_coeff * stats.entropy
-    return -batch.weighted(gain)[batch.action_mask].sum(), {}
+    return -batch.weight(gain)[batch.action_mask].sum(), {}
 
 
 def ppo_loss(
     stats: TokenStats, batch: DecisionBatch, clip_coeff: float, entropy_coeff: float
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Minus the sum over the decisions' tokens of the clipped surrogate and of the entropy bonus."""
-    terms = (stats.logprobs, batch.logprobs, batch.weighted(batch.advantages[:, None]), batch.action_mask)
-    entropy = stats.entropy if stats.entropy is None else batch.weighted(stats.entropy)  # (B, T-1)
+    terms = (stats.logprobs, batch.logprobs, batch.weight(batch.advantages[:, None]), batch.action_mask)
+    entropy = stats.entropy if stats.entropy is None else batch.weight(stats.entropy)  # (B, T-1)
     log_ratio = (stats.logprobs - batch.logprobs).detach()[batch.action_mask]  # (N,)
     ratio = log_ratio.exp()
     return ops.policy_loss(*terms, clip_coeff, entropy, entropy_coeff), {

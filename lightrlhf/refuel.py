@@ -39,7 +39,7 @@ from lightrlhf.generation.engine import generate
 from lightrlhf.models.given import load_start
 from lightrlhf.models.loading import find_device
 from lightrlhf.models.roles import Policy
-from lightrlhf.models.sharding import unsharded
+from lightrlhf.models.sharding import gather_shards
 from lightrlhf.models.tokenizer import end_ids
 from lightrlhf.training import reference as scoring
 from lightrlhf.training.rollout_log import log_samples, rollout_row
@@ -251,7 +251,7 @@ def validate(run: Run[RefuelArgs], model: nn.Module, pairs: Pairs, pad_id: int) 
 def log_replies(run: Run[Any], policy: Policy, rows: Sequence[Row], tokenizer: Tokenizer, split: str) -> None:
     """Keep a new reply to the prefix of each row, beside the pair's; the noise is always the same."""
     samples, ends = [], end_ids(tokenizer, policy.model)
-    with unsharded(policy):  # once, for ranks may have different numbers of rows
+    with gather_shards(policy):  # once, for ranks may have different numbers of rows
         for group, pair in enumerate(rows):
             sides = {side: torch.as_tensor(pair[f"{side}_input_ids"]).tolist() for side in SIDES}
             start = int(torch.as_tensor(pair["chosen_action_mask"]).long().argmax()) + 1

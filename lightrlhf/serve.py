@@ -122,7 +122,7 @@ def run(args: ServeArgs) -> None:
         more=args.engine_flags,
     )
     if args.print_command:
-        print(launch.shown(), flush=True)
+        print(launch.as_line(), flush=True)
     else:
         start(launch, find_key())
 

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 from lightrlhf.cli.errors import TERMINATED, RunFailure, UsageError, one_line_errors
 from lightrlhf.cli.fields import Args, check_args, flag
 from lightrlhf.cli.parser import parse, to_dict
-from lightrlhf.cli.sweep_file import Sweep, non_default_words, parsed, read_sweep, text_of
+from lightrlhf.cli.sweep_file import Sweep, non_default_words, parse_words, read_sweep, text_of
 from lightrlhf.storage.checkpoint import checkpoints
 from lightrlhf.storage.curves import NO_SETTINGS, columns, differences
 from lightrlhf.storage.destinations import check_destination
@@ -122,7 +122,7 @@ def check_settings(sweep: Sweep, planned: Sequence[Planned], folder: Path) -> No
     swept = sweep.combinations[0].values.keys() | differences(everyone).keys()
     shared = {name: value for name, value in everyone[0].items() if name not in {*swept, *OWN, "seed"}}
     for path in sorted(folder.glob("*/seed-*/args.json")):
-        before = to_dict(parsed(type(planned[0].args), ["--resume_from", str(path.parent)]))
+        before = to_dict(parse_words(type(planned[0].args), ["--resume_from", str(path.parent)]))
         for name, value in by_folder.get(path.parent, shared).items():
             if name not in {*OWN, *NO_SETTINGS} - {"seed"} and before[name] != value:
                 raise UsageError(
@@ -150,7 +150,7 @@ def train_all(sweep: Sweep, planned: Sequence[Planned], folder: Path) -> dict[st
     fields = {"program": f"lightrlhf.{sweep.program}", "runs": f"{len(planned)}, {counts}; {state}"}
     print(lines(fields | {"results": str(folder)}), flush=True)
     write_jsonl(path, rows.values())
-    with tqdm(total=len(planned), initial=len(done), desc="sweep", unit="run") as bar, ended_by_signals():
+    with tqdm(total=len(planned), initial=len(done), desc="sweep", unit="run") as bar, end_on_signals():
         for one in planned:
             if one in done:
                 continue
@@ -256,7 +256,7 @@ def run_child(command: Sequence[str], log: Path) -> int:
 
 
 @contextmanager
-def ended_by_signals() -> Iterator[None]:
+def end_on_signals() -> Iterator[None]:
     """Context manager: SIGTERM and SIGUSR1 raise Terminated; SIGHUP, as closed terminals send it, acts as Ctrl-C does.
 
     Where SIGINT is ignored, as shells have it for jobs in the background of a script, a run must not inherit that.

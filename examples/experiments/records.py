@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from lightrlhf.cli.errors import UsageError
-from lightrlhf.storage.jsonl import SEAL, JsonlWriter, read_jsonl, stored_settings, write_jsonl
+from lightrlhf.storage.jsonl import SEAL, JsonlWriter, read_jsonl, read_settings, write_jsonl
 from lightrlhf.storage.writing import replacing, write_text
 from lightrlhf.training.provenance import git_commit, versions
 
@@ -99,7 +99,7 @@ def keep(name: str, folder: Path) -> None:
     Raises: UsageError for rows of a smoke test, and where rows of the same settings that are kept would be lost.
     """
     path = folder / "results.jsonl"
-    rows, settings = read_jsonl(path), stored_settings(path)
+    rows, settings = read_jsonl(path), read_settings(path)
     settings = {key: value for key, value in settings.items() if key not in SEAL}
     if settings.get("smoke"):
         raise UsageError(f"{path} has rows of a smoke test, which mean nothing")

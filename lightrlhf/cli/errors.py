@@ -124,7 +124,7 @@ def one_line_errors(main: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(main)
     def guarded(argv: list[str] | None = None) -> Any:
         try:
-            return _printed(main, argv)
+            return _call_and_flush(main, argv)
         except UsageError as problem:
             with suppress(OSError):  # standard error may be a file on the full disk
                 print(f"error: {problem}", file=sys.stderr)
@@ -151,7 +151,7 @@ def one_line_errors(main: Callable[..., Any]) -> Callable[..., Any]:
     return guarded
 
 
-def _printed(main: Callable[..., Any], argv: list[str] | None) -> Any:
+def _call_and_flush(main: Callable[..., Any], argv: list[str] | None) -> Any:
     """Call `main` and flush its output here, where an error is caught, not at interpreter exit."""
     try:
         result = main(argv)

@@ -16,7 +16,7 @@ from typing import Any, Literal, TypedDict, TypeVar, Unpack, cast, get_type_hint
 
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.cli.packages import check_package
-from lightrlhf.cli.values import typed
+from lightrlhf.cli.values import convert
 
 T = TypeVar("T")
 REQUIRED: Any = MISSING  # default of a flag that must be given
@@ -212,12 +212,12 @@ def _default(one: dataclasses.Field[Any]) -> Any:
 
 
 def check_fields(args: Any) -> None:
-    """Make the value of each field one of its type, see `values.typed`.
+    """Make the value of each field one of its type, see `values.convert`.
 
     Raises: ValueError, one line, when a value breaks a rule of its field.
     """
     flags = declared_flags(type(args))
-    values = {name: typed(name, getattr(args, name), one.hint) for name, one in flags.items()}
+    values = {name: convert(name, getattr(args, name), one.hint) for name, one in flags.items()}
     for name, value in values.items():
         object.__setattr__(args, name, value)
         flags[name].check_others(value, values, flags)

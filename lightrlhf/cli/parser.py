@@ -23,7 +23,7 @@ from lightrlhf.cli.fields import Flag, declared_flags
 from lightrlhf.cli.help import help_text
 from lightrlhf.cli.lists import join_lists, names
 from lightrlhf.cli.names import expand_alias, not_one_of
-from lightrlhf.cli.stored_flags import FLOAT, LONG, WHOLE, checked_flags, config_as_json, flags_of, hint
+from lightrlhf.cli.stored_flags import FLOAT, LONG, WHOLE, check_flags, config_as_json, flags_of, hint
 from lightrlhf.cli.values import options_of
 
 Args = TypeVar("Args")
@@ -83,7 +83,7 @@ def _words(args_class: type, typed: list[str]) -> list[str]:
     first = next((name for name, one in flags.items() if one.options.get("positional")), None)
     if first and typed and not typed[0].startswith("-"):
         typed = [f"--{first}={typed[0]}", *typed[1:]]
-    words = with_bare_booleans(args_class, [_expanded(word, flags) for word in typed])
+    words = with_bare_booleans(args_class, [_expand_alias(word, flags) for word in typed])
     lists = {name: one for name, one in flags.items() if any(get_origin(kind) is list for kind in options_of(one.hint))}
     words = join_lists(words, {f"--{name}": one.options.get("split", names) for name, one in lists.items()})
     words = [config_as_json(args_class, word, before) for before, word in zip(["", *words], words)]
@@ -150,7 +150,7 @@ def _module_name(args_class: type) -> str:
     return spec.name if spec else args_class.__module__
 
 
-def _expanded(word: str, flags: Container[str]) -> str:
+def _expand_alias(word: str, flags: Container[str]) -> str:
     flag, equals, value = word.partition("=")
     return expand_alias(flag, flags) + equals + value
 
@@ -185,7 +185,7 @@ def _stored_args(args_class: type, directory: str) -> dict[str, Any]:
     once = {name for name, one in declared_flags(args_class).items() if one.options.get("once")}
     values = {name: value for name, value in flags_of(stored).items() if name not in once}
     try:
-        return checked_flags(args_class, values, f"--resume_from {directory}")
+        return check_flags(args_class, values, f"--resume_from {directory}")
     except UsageError:
         program = _module_name(args_class).rpartition(".")[2]
         before = stored.get("program", program)

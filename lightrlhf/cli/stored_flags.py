@@ -28,7 +28,7 @@ def flags_of(stored: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in stored.items() if name not in NOT_FLAGS}
 
 
-def checked_flags(args_class: Any, values: dict[str, Any], source: str) -> dict[str, Any]:
+def check_flags(args_class: Any, values: dict[str, Any], source: str) -> dict[str, Any]:
     """Stored flags as they are. Raises: UsageError naming `source` and a flag that the program does not have."""
     known = {field.name for field in dataclasses.fields(args_class)}
     if unknown := next((name for name in values if name not in known), None):
@@ -44,7 +44,7 @@ def config_as_json(args_class: Any, word: str, before: str) -> str:
         return word
     stored = read_config(path)
     values = flags_of(stored) if "program" in stored else stored
-    text = json.dumps(checked_flags(args_class, values, f"--config {path}"), default=str)
+    text = json.dumps(check_flags(args_class, values, f"--config {path}"), default=str)
     return f"{flag}={text}" if equals else text
 
 

@@ -67,7 +67,7 @@ class Sweep(NamedTuple):
 
 
 def read_sweep(path: str) -> Sweep:
-    """Read a sweep file. args_class_of: returns the args dataclass of a program.
+    """Read a sweep file.
 
     Raises: UsageError, one line with the file and the key, for what the program would refuse, values given twice, and
         flags that the sweep sets itself.
@@ -79,7 +79,7 @@ def read_sweep(path: str) -> Sweep:
         raise UsageError(f"--sweep_file {path}: {problem}") from None
 
 
-def parsed(args_class: Any, words: list[str]) -> Any:
+def parse_words(args_class: Any, words: list[str]) -> Any:
     """The args dataclass of the words of a command line. Raises: UsageError, as the program's parser words it."""
     told = io.StringIO()
     try:
@@ -122,7 +122,8 @@ def _read(stored: Mapping[str, Any]) -> Sweep:
     first, *others = seeds
     found: dict[tuple[str, ...], Combination] = {}  # by all flags
     for values in _grid(swept):
-        args = parsed(args_class, [_word(name, value) for name, value in {**fixed, **values, "seed": first}.items()])
+        words = [_word(name, value) for name, value in {**fixed, **values, "seed": first}.items()]
+        args = parse_words(args_class, words)
         read = {name: getattr(args, name) for name in values}
         one, flags = Combination(_folder(read) or program, read, args), tuple(non_default_words(args))
         if flags in found:

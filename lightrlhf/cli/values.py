@@ -25,7 +25,7 @@ def options_of(hint: Any) -> tuple[Any, ...]:
     return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
 
 
-def typed(name: str, value: Any, hint: Any) -> Any:
+def convert(name: str, value: Any, hint: Any) -> Any:
     """The value of a flag, with paths as text and the run's own name in place of `latest`.
 
     Raises: ValueError, one line that names the flag, for a value of another type than `hint`; a number that is not

@@ -125,7 +125,7 @@ class PackedDecoder:
         self.pairs = torch.arange(self.head_size).view(2, -1).t().flatten()  # (D,): 0, D/2, 1, D/2 + 1, ...
         self.embed, self.rotary = inner.embed_tokens, inner.rotary_emb
         self.cache_dtype = torch.float32 if dtype is torch.float32 else torch.float16
-        self.layers = [self._packed(layer, dtype) for layer in inner.layers]
+        self.layers = [self._pack_layer(layer, dtype) for layer in inner.layers]
         self.head = PackedLinear([model.get_output_embeddings()], dtype, inner.norm)
 
     def __call__(self, ids: Tensor, positions: Tensor, attention: Attention, caches: Sequence[RaggedLayer]) -> Tensor:
@@ -141,7 +141,7 @@ class PackedDecoder:
             return attention(turned, caches[number])
 
         with torch.autocast("cpu", enabled=False):
-            return self.head(self._hidden(ids, positions, attend))
+            return self.head(self._hidden_states(ids, positions, attend))
 
     def prefill(self, prompts: Sequence[Sequence[int]]) -> tuple[list[PromptStates], Tensor, Tensor]:
         """The states of whole prompts in each layer, their mask (P, W), and the logits (P, V) after each."""
@@ -171,7 +171,7 @@ class PackedDecoder:
 
         with torch.autocast("cpu", enabled=False):
             ids = torch.tensor([token for prompt in prompts for token in prompt])  # (N,)
-            hidden = self._hidden(ids, left % width, attend)
+            hidden = self._hidden_states(ids, left % width, attend)
             logits = self.head(hidden[lengths.cumsum(0) - 1])
         return states, mask, logits
 
@@ -184,7 +184,7 @@ class PackedDecoder:
             for layer in layers
         ]
 
-    def _hidden(self, ids: Tensor, positions: Tensor, attend: Callable[[int, Tensor, Tensor], Tensor]) -> Tensor:
+    def _hidden_states(self, ids: Tensor, positions: Tensor, attend: Callable[[int, Tensor, Tensor], Tensor]) -> Tensor:
         """Hidden states (N, H) of tokens ids (N,) at positions (N,).
 
         attend: of a layer's number, rotated queries and keys (N, heads + groups, D) and values (N, groups, D), the
@@ -197,12 +197,12 @@ class PackedDecoder:
         for number, layer in enumerate(self.layers):
             states = layer.project(hidden).view(len(ids), -1, self.head_size).float()
             turned, values = states.split((self.heads + self.groups, self.groups), 1)
-            hidden = hidden + layer.output(attend(number, self._rotated(layer, turned, turn), values))
+            hidden = hidden + layer.output(attend(number, self._rotate(layer, turned, turn), values))
             gate, up = layer.gate_up(hidden).chunk(2, -1)
             hidden = hidden + layer.down(layer.activation(gate) * up)
         return hidden
 
-    def _rotated(self, layer: Layer, states: Tensor, turn: Tensor) -> Tensor:
+    def _rotate(self, layer: Layer, states: Tensor, turn: Tensor) -> Tensor:
         """Queries and keys (S, heads + groups, D), rotated by their positions.
 
         Rotary positions turn pairs of numbers, which are next to each other here: numbers of the complex plane.
@@ -213,7 +213,7 @@ class PackedDecoder:
         pairs = torch.view_as_complex(states.unflatten(-1, (-1, 2)))  # (S, heads + groups, D / 2)
         return torch.view_as_real(pairs * turn).flatten(-2)
 
-    def _packed(self, layer: Any, dtype: torch.dtype) -> Layer:
+    def _pack_layer(self, layer: Any, dtype: torch.dtype) -> Layer:
         attention, mlp = layer.self_attn, layer.mlp
         projections = [attention.q_proj, attention.k_proj, attention.v_proj]
         turned = self.heads + self.groups

@@ -37,7 +37,7 @@ from lightrlhf.models.tokenizer import end_ids, load_tokenizer
 from lightrlhf.rewards.encoding import Messages, Sample
 from lightrlhf.rewards.scorers import GroupScorer
 from lightrlhf.storage.checkpoint import checkpoints, step_of
-from lightrlhf.storage.run_dir import choices, locate, stored_arg, why_no_model
+from lightrlhf.storage.run_dir import choices, locate, read_arg, why_no_model
 from lightrlhf.storage.seals import check_sealed
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ class ModelCache:
         for folder in folders:
             if Path(folder).is_dir() and (reason := why_no_model(Path(folder))):
                 raise UsageError(f"--model_name {folder} {reason}")
-            if stored_arg(folder, "program") == "rm":
+            if read_arg(folder, "program") == "rm":
                 raise UsageError(
                     f"--model_name {folder} is a reward model, which generates no text; pass it as --rm_experiment_dir"
                 )
@@ -139,10 +139,8 @@ class ModelCache:
         """The model that a model's training started from; None if unknown, or for a model without training."""
         source, experiment = self._choice(label)
         keys = ("ref_model", "sft_experiment_dir", "model_name")
-        name = self.reference_dir or next(
-            (locate(experiment, key) for key in keys if stored_arg(experiment, key)), None
-        )
-        untrained = stored_arg(experiment, "program") is None or step_of(Path(source)) is None
+        name = self.reference_dir or next((locate(experiment, key) for key in keys if read_arg(experiment, key)), None)
+        untrained = read_arg(experiment, "program") is None or step_of(Path(source)) is None
         if name is None or name in ("tiny", source) or (untrained and self.reference_dir is None):
             return None
         return self._load(name, self.data(label))
@@ -252,18 +250,18 @@ def macro_segments(experiment: str, measures: Measures, ngram: int | None = None
     the experiment's parser is not installed.
     """
     rollout = measures.rollout
-    condition = "fixed" if ngram is not None else stored_arg(experiment, "termination_condition") or "fixed"
+    condition = "fixed" if ngram is not None else read_arg(experiment, "termination_condition") or "fixed"
     if condition == "fixed":
-        length = ngram if ngram is not None else stored_arg(experiment, "ngram")
-        segments = macro_actions.fixed(rollout.action_mask, 1 if length is None else length)
+        length = ngram if ngram is not None else read_arg(experiment, "ngram")
+        segments = macro_actions.fixed_segments(rollout.action_mask, 1 if length is None else length)
     elif condition == "ppl":
         segments = macro_actions.perplexity(rollout.action_mask, rollout.ref_logprobs)
     elif condition == "randomized":
-        width = stored_arg(experiment, "repeat_times") * len(macro_actions.RANDOM_LENGTHS)
-        segments = macro_actions.randomized(rollout.action_mask, torch.rand(1, width))
+        width = read_arg(experiment, "repeat_times") * len(macro_actions.RANDOM_LENGTHS)
+        segments = macro_actions.random_segments(rollout.action_mask, torch.rand(1, width))
     else:
-        parser = make_parser(stored_arg(experiment, "parser"))
-        segments, _ = parsed_segments(rollout, parser, stored_arg(experiment, "parsing_cutoff"), fallback=1)
+        parser = make_parser(read_arg(experiment, "parser"))
+        segments, _ = parsed_segments(rollout, parser, read_arg(experiment, "parsing_cutoff"), fallback=1)
     return segments[rollout.action_mask].tolist()
 
 

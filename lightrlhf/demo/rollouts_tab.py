@@ -27,7 +27,7 @@ from lightrlhf.demo.session import DemoBackend
 from lightrlhf.demo.theme import ASSETS
 from lightrlhf.models.tokenizer import load_tokenizer
 from lightrlhf.storage.checkpoint import checkpoints
-from lightrlhf.storage.run_dir import locate, stored_arg
+from lightrlhf.storage.run_dir import locate, read_arg
 from lightrlhf.training.rollout_log import FILE, SAMPLES
 
 if TYPE_CHECKING:
@@ -219,7 +219,7 @@ class Rollouts:
         """What is shown of a run beside its samples."""
         folder = str(self.paths()[label].parent)
         try:
-            return Run(label, str(stored_arg(folder, "program")), self.pieces_of(folder))
+            return Run(label, str(read_arg(folder, "program")), self.pieces_of(folder))
         except UsageError as problem:
             return Run(label, "", None, str(problem))
 

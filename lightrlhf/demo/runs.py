@@ -29,7 +29,7 @@ from lightrlhf.storage.curves import (
     seed_groups,
 )
 from lightrlhf.storage.results import USUAL_METRICS
-from lightrlhf.storage.run_dir import read_logged, stored_arg, stored_args
+from lightrlhf.storage.run_dir import read_arg, read_args, read_logged
 
 AXES = ("step", "tokens", "hours")
 MAX_ROWS = 100  # of a table of values by step
@@ -248,13 +248,13 @@ def warning_line(found: Warned) -> str:
 
 def named(label: str, folder: str) -> str:
     """A run by its label and seed."""
-    seed = stored_arg(folder, "seed")
+    seed = read_arg(folder, "seed")
     return label if seed is None else f"{label}, seed {seed}"
 
 
 def argument_table(folders: Mapping[str, str]) -> tuple[list[str], list[list[str]]]:
     """Headers and rows: each argument in which the runs (folder by label) differ, and its values; times left out."""
-    found = differences([stored_args(folder) for folder in folders.values()])
+    found = differences([read_args(folder) for folder in folders.values()])
     rows = [
         [key, *(str(value)[:LONGEST] for value in values)] for key, values in found.items() if key not in NO_ARGUMENTS
     ]

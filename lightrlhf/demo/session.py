@@ -48,7 +48,7 @@ from lightrlhf.models.tokenizer import load_tokenizer
 from lightrlhf.rewards.encoding import Messages
 from lightrlhf.rewards.loading import load_scorer
 from lightrlhf.rewards.scorers import GroupScorer
-from lightrlhf.storage.run_dir import experiment_of, labels, locate, stored_arg
+from lightrlhf.storage.run_dir import experiment_of, labels, locate, read_arg
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -94,7 +94,7 @@ class DemoBackend:
         places = args.data_dir, args.reference_dir, args.verify
         cache = ModelCache(args.model_name, device, MAX_MODELS, model_args, *places)
         last = args.model_name[-1]
-        default_file = (experiment_of(last) if stored_arg(last, "program") else Path()) / "votes.jsonl"
+        default_file = (experiment_of(last) if read_arg(last, "program") else Path()) / "votes.jsonl"
         return cls(args, cache, Path(args.votes_file or default_file))
 
     # ------------------------------------------------------------------------------------------- settings and prompts
@@ -120,7 +120,7 @@ class DemoBackend:
     def stored_settings(self, label: str) -> list[Any]:
         """Values of `SLIDERS` that an experiment was trained with. Raises: UsageError when it has none."""
         experiment = self.cache.experiment(label)
-        values = {name: stored_arg(experiment, name) for name in SLIDERS}
+        values = {name: read_arg(experiment, name) for name in SLIDERS}
         if values["do_sample"] is None:  # not a flag of programs that always sample
             values["do_sample"] = True
         if None in values.values():

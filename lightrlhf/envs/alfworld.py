@@ -138,7 +138,7 @@ class AlfWorld(gymnasium.Env):
         """
         if split not in FOLDERS:
             raise ValueError(f"split {split} must be one of {', '.join(FOLDERS)}")
-        games = published(self.data_dir, FOLDERS[split]) if self.data_dir else household.starts(split, **self._sizes)
+        games = find_games(self.data_dir, FOLDERS[split]) if self.data_dir else household.starts(split, **self._sizes)
         return [dict(start) for start in games if level is None or start["level"] == level]
 
     # ------------------------------------------------------------------------------------------------------- episodes
@@ -312,7 +312,7 @@ def rules() -> tuple[str, str]:
 
 
 @functools.cache
-def published(data_dir: str, folder: str) -> tuple[Start, ...]:
+def find_games(data_dir: str, folder: str) -> tuple[Start, ...]:
     """The solvable games of the benchmark in `{data_dir}/{folder}`, sorted by path.
 
     As in the package's own reader, without those that the text engine does not support (movable receptacles, slicing).

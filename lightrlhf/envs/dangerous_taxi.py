@@ -63,7 +63,7 @@ def tables() -> Tables:
     delivers = np.array([[bool(over) for *_, over in row] for row in outcome])
     places = [taxi.decode(state) for state in range(500)]
     aboard = np.array([passenger == ABOARD for _, _, passenger, _ in places])
-    texts = [_drawn(taxi, *place) for place in places]
+    texts = [_draw_grid(taxi, *place) for place in places]
     return Tables(
         following=following,
         rewards=np.array([[reward for _, _, reward, _ in row] for row in outcome]),
@@ -73,7 +73,7 @@ def tables() -> Tables:
         texts=texts,
         places=places,
         stands=list(taxi.locs),
-        starts=_divided(places, taxi.locs),
+        starts=_split_starts(places, taxi.locs),
     )
 
 
@@ -89,7 +89,7 @@ def _distances(following: np.ndarray, arrives: np.ndarray) -> np.ndarray:
     return distance
 
 
-def _drawn(taxi: Any, row: int, column: int, passenger: int, destination: int) -> str:
+def _draw_grid(taxi: Any, row: int, column: int, passenger: int, destination: int) -> str:
     grid = [[letter.decode() for letter in line] for line in taxi.desc]
     cell = lambda place: (1 + place[0], 1 + 2 * place[1])
     marks = {cell(taxi.locs[destination]): "D"}
@@ -102,7 +102,7 @@ def _drawn(taxi: Any, row: int, column: int, passenger: int, destination: int) -
     return "\n".join("".join(line) for line in grid)
 
 
-def _divided(places: list[tuple[int, int, int, int]], stands: list[tuple[int, int]]) -> dict[str, list[list[int]]]:
+def _split_starts(places: list[tuple[int, int, int, int]], stands: list[tuple[int, int]]) -> dict[str, list[list[int]]]:
     """Starts by split and level. `pickup` and `full` have the same states in each split."""
     waiting = [s for s, (_, _, passenger, destination) in enumerate(places) if passenger not in (ABOARD, destination)]
     riding = [

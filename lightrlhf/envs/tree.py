@@ -66,7 +66,7 @@ class Tree:
     def entries(self, folder: str = "") -> list[Entry]:
         """The entries of a folder, sorted by name; `folder` is relative, "" the root. Raises: Refused."""
         entries = []
-        with self._opened(parts_of(folder) if folder else []) as descriptor, os.scandir(descriptor) as listing:
+        with self._open(parts_of(folder) if folder else []) as descriptor, os.scandir(descriptor) as listing:
             for entry in listing:
                 try:
                     state = os.stat(entry.name, dir_fd=descriptor, follow_symlinks=False)
@@ -78,7 +78,7 @@ class Tree:
     def read(self, path: str, limit: int, from_end: bool = False) -> bytes:
         """At most the first `limit` bytes of a regular file, or the last ones. Raises: Refused."""
         *folders, name = parts_of(path)
-        with self._opened(folders) as descriptor:
+        with self._open(folders) as descriptor:
             if not stat.S_ISREG(os.stat(name, dir_fd=descriptor, follow_symlinks=False).st_mode):
                 raise Refused("it is no plain file")  # opening a device can already have side effects
             with open(os.open(name, FILE_FLAGS, dir_fd=descriptor), "rb") as file:
@@ -89,7 +89,7 @@ class Tree:
                 return file.read(limit)
 
     @contextmanager
-    def _opened(self, folders: list[str]) -> Iterator[int]:
+    def _open(self, folders: list[str]) -> Iterator[int]:
         """Context manager: a descriptor of the last of nested `folders`; turns OSError into Refused."""
         descriptor = None
         try:

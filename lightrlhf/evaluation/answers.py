@@ -58,7 +58,7 @@ def rouge(
     return {key: float(scores[f"{key}_fmeasure"]) for key in ("rouge1", "rouge2", "rougeL")}
 
 
-def judged(judge: str, records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def judge_records(judge: str, records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The records with the verdict of the data's judge under `gold`: a dict with `score` and its parts."""
     function = load_function(judge, "the judge of the data")
     prompts, responses = ([record[key] for record in records] for key in ("prompt", "response"))

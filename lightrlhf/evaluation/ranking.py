@@ -21,7 +21,7 @@ import torch
 
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.data.responses import is_prompt, with_all_columns
-from lightrlhf.maths.bootstrap import bootstrap_interval, resampled
+from lightrlhf.maths.bootstrap import bootstrap_interval, resample
 from lightrlhf.maths.ops import share_interval
 from lightrlhf.maths.reward_bench import best_of_n, mean_interval, tied_scores, ties_score
 from lightrlhf.rewards.encoding import Sample
@@ -42,7 +42,7 @@ def read_ranking(path: str, num_rows: int | None = None) -> list[Row]:
             "writes them"
         )
     rows = [
-        checked_row(row, f"{path}: row {number}")
+        check_row(row, f"{path}: row {number}")
         for number, row in enumerate(read_jsonl(path, ("prompt", "chosen", "rejected"))[:num_rows], start=1)
     ]
     if not rows:
@@ -54,7 +54,7 @@ def read_ranking(path: str, num_rows: int | None = None) -> list[Row]:
     return with_all_columns(rows)
 
 
-def checked_row(row: Row, where: str) -> Row:
+def check_row(row: Row, where: str) -> Row:
     """The row with lists of responses. Raises: UsageError naming `where`."""
     if not is_prompt(row["prompt"]):
         raise UsageError(f"{where} has a 'prompt' that is neither a text nor a list of messages with role and content")
@@ -139,7 +139,7 @@ def ties(records: Sequence[Row], seed: int) -> tuple[float, tuple[float, float],
         column([math.nan if one is None else one.gap for one in ref]),
         column([math.nan if one is None else one.gap for one in tied]),
         column([math.nan if one is None else one.spread for one in tied]),
-        resampled(numbers, seed),
+        resample(numbers, seed),
     )
     terms = {f"ties_{name}": float(values[0]) for name, values in score._asdict().items()}
     return float(score.total[0]), bootstrap_interval(score.total, len(numbers)), terms

@@ -109,7 +109,7 @@ def describe(samples: Sequence[Sample | None]) -> dict[str, float]:
 
 
 # ----------------------------------------------------------------------------------------------------------- rewards
-def rewarded(
+def score_records(
     rewards: Rewards, samples: Sequence[Sample | None], records: Sequence[Record]
 ) -> tuple[dict[str, Any], list[Record]]:
     """Mean rewards, of each too where there are several, and the responses that one failed for; records with `reward`.
@@ -138,7 +138,7 @@ def mean_of(name: str, scores: Sequence[float | None]) -> dict[str, Any]:
     return ({name: sum(valid) / len(valid)} if valid else {}) | ({f"{name}_missing": missing} if missing else {})
 
 
-def passed(records: Sequence[Record], ks: Sequence[int], threshold: float) -> tuple[dict[str, Any], list[Record]]:
+def pass_rates(records: Sequence[Record], ks: Sequence[int], threshold: float) -> tuple[dict[str, Any], list[Record]]:
     """pass@k over the prompts with a 95% interval for each k, and the records with `passed`.
 
     Raises: UsageError when a prompt has fewer than k responses.

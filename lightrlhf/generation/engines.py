@@ -63,7 +63,7 @@ class Local:
         models = FrozenArgs(trust_remote_code=args.trust_remote_code)
         self.policy = load_policy(args.model_name, models, tokenizer).eval().to(device)
 
-    def prepared(self, args: EngineArgs, rows: Sequence[Row]) -> list[Row]:
+    def prepare(self, args: EngineArgs, rows: Sequence[Row]) -> list[Row]:
         """The rows with `prompt_ids`. Raises: UsageError when one exceeds the model's vocabulary or its positions."""
         prompts = [ids_of_prompt(self.tokenizer, row) for row in rows]
         if prompts:
@@ -117,7 +117,7 @@ class Remote:
         self.servers = Servers(args, args.model_name)
         self.servers.wait_until_healthy()
 
-    def prepared(self, args: EngineArgs, rows: Sequence[Row]) -> list[Row]:
+    def prepare(self, args: EngineArgs, rows: Sequence[Row]) -> list[Row]:
         """The rows with their prompts as text, or messages."""
         return [with_text(row, self.tokenizer) if self.tokenizer else row for row in rows]
 

@@ -22,7 +22,7 @@ from lightrlhf.models.frozen import is_held
 from lightrlhf.models.roles import Policy
 from lightrlhf.models.saving import export_for_servers
 from lightrlhf.storage.locks import LOCK, Lock, lock_folder
-from lightrlhf.storage.temporary import left, new_mark
+from lightrlhf.storage.temporary import find_left, new_mark
 from lightrlhf.storage.writing import make_folder, writing
 
 MEMORY = Path("/dev/shm")  # a file system in memory, on Linux
@@ -101,7 +101,7 @@ class Exchange:
 
     def _remove_left(self) -> None:
         """Remove folders of trainers of this machine that were killed: their processes and locks are gone."""
-        for folder in left(self.root, f"{PREFIX}-"):
+        for folder in find_left(self.root, f"{PREFIX}-"):
             if folder.is_symlink() or not folder.is_dir():
                 continue
             with suppress(UsageError):

@@ -21,7 +21,7 @@ from lightrlhf.maths.sampling_gap import gap_size
 from lightrlhf.models.forward import inference
 from lightrlhf.models.quantisation import compute_dtype, is_quantised
 from lightrlhf.models.roles import Policy, policy_inputs
-from lightrlhf.models.sharding import unsharded
+from lightrlhf.models.sharding import gather_shards
 from lightrlhf.models.tokenizer import end_ids, store_ends
 from lightrlhf.training.ranks import Ranks
 from lightrlhf.training.run import Metrics
@@ -46,7 +46,7 @@ def generate_rollout(
     module: Any = getattr(policy, "module", policy)  # without what Fabric wraps it in
     prompts = prompt_ids(rows)
     device = next(policy.parameters()).device
-    with unsharded(module):
+    with gather_shards(module):
         sampled = generate(module, prompts, args, end_ids(tokenizer, module.model), noise, num_slots, tokenizer)
         batch = sampled_batch(prompts, sampled, tokenizer.pad_token_id, device)
         if torch.is_autocast_enabled(device.type) or is_quantised(module.model):  # a decoding step rounds differently

@@ -30,7 +30,7 @@ from lightrlhf.generation.rollout import (
     store_sampling,
 )
 from lightrlhf.generation.served import Request, ServedPolicy
-from lightrlhf.models.sharding import unsharded
+from lightrlhf.models.sharding import gather_shards
 from lightrlhf.training.run import Run
 from lightrlhf.training.start import Start
 from lightrlhf.training.start_check import check_start
@@ -120,7 +120,7 @@ class RolloutSampler:
         args, prompts = self.run.args, prompt_ids(rows)
         sampled, staleness = served.sample(Request(prompts, noise), ahead)
         batch = sampled_batch(prompts, sampled, self.tokenizer.pad_token_id, self.run.device)
-        with unsharded(getattr(self.model, "module", self.model)):
+        with gather_shards(getattr(self.model, "module", self.model)):
             scored = score_logprobs(self.model, batch, args.temperature, args.rollout_mini_batch_size)  # (B, T-1)
         batch = dataclasses.replace(measure_gap(batch, scored, args.sampling_correction), staleness=staleness)
         settings = (self.tokenizer, self.reference, args.temperature, args.rollout_mini_batch_size)
@@ -134,7 +134,7 @@ class RolloutSampler:
         args, other, name = self.run.args, rollout.ref_logprobs, "the reference's"
         if self.reference is None:
             batch, name = rollout.extend(Batch, group=None), "a forward pass's"
-            with self.run.autocast(), unsharded(getattr(self.model, "module", self.model)):
+            with self.run.autocast(), gather_shards(getattr(self.model, "module", self.model)):
                 other = score_logprobs(self.model, batch, args.temperature, args.rollout_mini_batch_size)  # (B, T-1)
         logprobs = rollout.logprobs
         if rollout.sampling_gap is not None and args.sampling_correction == "none":  # a server's; their gap is checked

@@ -20,7 +20,7 @@ from lightrlhf.generation.engine import Completions, generate
 from lightrlhf.generation.rollout import gap_metrics, measure_gap, refuse_gap, sampled_batch, score_logprobs
 from lightrlhf.generation.served import CHECKED_ROWS, Request, ServedPolicy
 from lightrlhf.models.roles import Policy
-from lightrlhf.models.sharding import unsharded
+from lightrlhf.models.sharding import gather_shards
 from lightrlhf.models.tokenizer import end_ids
 from lightrlhf.training.run import Metrics, Run
 
@@ -76,7 +76,7 @@ class ServedSampler:
         first = Completions(*columns, removed_mass=0.0)
         device = next(self.policy.parameters()).device
         batch = sampled_batch(prompts[rows], first, self.tokenizer.pad_token_id, device)
-        with unsharded(self.policy), self.run.autocast() if self.run else nullcontext():
+        with gather_shards(self.policy), self.run.autocast() if self.run else nullcontext():
             scored = score_logprobs(self.policy, batch, args.temperature, CHECKED_ROWS)  # (B, T-1)
         sampled = measure_gap(batch, scored, args.sampling_correction)
         self.metrics = gap_metrics(self.served.ranks, sampled, args)

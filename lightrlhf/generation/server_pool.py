@@ -153,7 +153,9 @@ class RolloutServers:
             if problem is None:
                 continue
             if is_first or not isinstance(problem, Busy | RunFailure):
-                raise problem if isinstance(problem, RunFailure) else RunFailure(failed(server, problem)) from problem
+                raise (
+                    problem if isinstance(problem, RunFailure) else RunFailure(describe(server, problem))
+                ) from problem
             self._leave_out(server, problem)
 
     def _leave_out(self, server: VLLM, problem: BaseException) -> None:
@@ -162,7 +164,7 @@ class RolloutServers:
             return
         self.outages[server], self.last_seen = message_of(problem), time.monotonic()
         others = len(self._usable())
-        print(f"warning: {failed(server, problem)}; it is left out, {others} go on", file=sys.stderr, flush=True)
+        print(f"warning: {describe(server, problem)}; it is left out, {others} go on", file=sys.stderr, flush=True)
         task = asyncio.create_task(self._revive(server))
         self._revivals.add(task)
         task.add_done_callback(self._revivals.discard)
@@ -208,7 +210,7 @@ class RolloutServers:
                     self._leave_out(server, problem)
                     returns[number] += 1
                     if returns[number] > MAX_RETURNS * len(self.servers):
-                        raise ServersGone(f"{failed(server, problem)}, as others at the same prompts") from None
+                        raise ServersGone(f"{describe(server, problem)}, as others at the same prompts") from None
                     todo.put_nowait(number)
                 todo.task_done()
 
@@ -272,6 +274,6 @@ def chunks_of(
     return [Chunk(prompts[own], uniforms[own], None if allowed is None else list(allowed[own])) for own in slices]
 
 
-def failed(server: VLLM, problem: BaseException) -> str:
+def describe(server: VLLM, problem: BaseException) -> str:
     """The line about a server that failed."""
     return f"{server.client.name} failed: {message_of(problem)}"

@@ -155,7 +155,7 @@ class VLLM:
         if isinstance(reply, dict) and reply.get("model", model) != model:
             raise InvalidResponse(f"an answer of the model {reply['model']!r}, not of {model!r}")
         responses = []
-        for row, choice in enumerate(ordered_choices(reply, count)):
+        for row, choice in enumerate(order_choices(reply, count)):
             if choice.get("prompt_token_ids") != chunk.prompts[row]:
                 raise InvalidResponse(f"an answer to another prompt in choice {row}")
             responses.append(response_of(choice, args, ends))
@@ -172,7 +172,7 @@ class VLLM:
         try:
             return [
                 [float(values[str(token)]["logprob"]) for token, values in zip(ids[1:], choice["prompt_logprobs"][1:])]
-                for ids, choice in zip(texts, ordered_choices(reply, len(texts)))
+                for ids, choice in zip(texts, order_choices(reply, len(texts)))
             ]
         except (KeyError, TypeError, ValueError, OverflowError) as problem:
             raise InvalidResponse(f"prompt_logprobs that cannot be read: {message_of(problem)}") from None
@@ -268,7 +268,7 @@ def completion_body(chunk: Chunk, args: SamplingArgs, ends: Collection[int]) -> 
     return body if chunk.allowed is None else body | {"allowed_token_ids": chunk.allowed[0]}
 
 
-def ordered_choices(reply: Any, count: int) -> list[dict[str, Any]]:
+def order_choices(reply: Any, count: int) -> list[dict[str, Any]]:
     """The choices of a reply by their index. Raises: InvalidResponse unless there is one for each of `count` rows."""
     choices = reply.get("choices") if isinstance(reply, dict) else None
     if not isinstance(choices, list) or len(choices) != count:

@@ -79,7 +79,7 @@ def describe_file(name: str, flag: str = "--model_name") -> str:
     return (from_gguf(name, flag) / "README.md").read_text(encoding="utf-8").strip().replace("\n", " ")
 
 
-def converted_here(folder: str) -> Path | None:
+def find_converted(folder: str) -> Path | None:
     """The folder of the same name, and so of the same content, in this cache; None if it does not exist."""
     here = cache_dir() / FOLDER / Path(folder).name
     return here if Path(folder).parent.name == FOLDER and here.is_dir() else None

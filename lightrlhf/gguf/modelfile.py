@@ -69,9 +69,9 @@ def chat_texts(tokenizer: Tokenizer) -> ChatTexts:
     if not tokenizer.chat_template:
         raise UsageError("--to ollama needs a chat template, and the tokenizer has none; use --to gguf")
     turns = [("user", USER), ("assistant", ANSWER), ("user", NEXT)]
-    start, answer, between, end = split(_rendered(tokenizer, turns), USER, ANSWER, NEXT)
+    start, answer, between, end = split(_render(tokenizer, turns), USER, ANSWER, NEXT)
     try:
-        before, behind, *rest = split(_rendered(tokenizer, [("system", SYSTEM), *turns]), SYSTEM, USER, ANSWER, NEXT)
+        before, behind, *rest = split(_render(tokenizer, [("system", SYSTEM), *turns]), SYSTEM, USER, ANSWER, NEXT)
         around = (before, behind) if rest == [answer, between, end] else None
     except UsageError:
         around = None
@@ -80,7 +80,7 @@ def chat_texts(tokenizer: Tokenizer) -> ChatTexts:
     for length in (1, 3, 5):
         dialogue = [("assistant" if i % 2 else "user", content) for i, content in enumerate(contents[:length])]
         for messages in [dialogue, [("system", system), *dialogue]] if around else [dialogue]:
-            if texts.render(_messages(messages)) != _rendered(tokenizer, messages):
+            if texts.render(_messages(messages)) != _render(tokenizer, messages):
                 raise _refusal()
     return texts
 
@@ -107,7 +107,7 @@ def _messages(turns: Sequence[tuple[str, str]]) -> list[dict[str, str]]:
     return [{"role": role, "content": content} for role, content in turns]
 
 
-def _rendered(tokenizer: Tokenizer, turns: Sequence[tuple[str, str]]) -> str:
+def _render(tokenizer: Tokenizer, turns: Sequence[tuple[str, str]]) -> str:
     return render(tokenizer, _messages(turns), add_generation_prompt=True)
 
 

@@ -147,7 +147,7 @@ def complete_config(config: Any, stored: dict[str, Any], tensors: dict[str, Any]
             setattr(config, name, f"blk.0.{tensor}" in tensors)
     if "rope_freqs.weight" in tensors:
         factors = torch.tensor(tensors["rope_freqs.weight"].data)
-        config.rope_parameters = scaled_positions(config, factors.float(), named)
+        config.rope_parameters = find_position_scaling(config, factors.float(), named)
     for key in NOT_READ if config.model_type in ("llama", "mistral", "qwen2", "qwen3") else ():
         if stored.get(f"{stored['general.architecture']}.{key}"):
             raise UsageError(f"{named} has {key}, which is not read here; {FOLDER_INSTEAD}")
@@ -159,7 +159,7 @@ def complete_config(config: Any, stored: dict[str, Any], tensors: dict[str, Any]
         raise UsageError(f"{named} scales its positions ({scaling!r}), which is not read here; {FOLDER_INSTEAD}")
 
 
-def scaled_positions(config: Any, factors: torch.Tensor, named: str) -> dict[str, Any]:
+def find_position_scaling(config: Any, factors: torch.Tensor, named: str) -> dict[str, Any]:
     """Settings of rotary positions whose frequencies are divided by `factors`. Raises: UsageError for unknown ones.
 
     Llama 3.1 and later slow down low frequencies alone, all of its models by the same wavelengths.

@@ -51,7 +51,7 @@ def tokenizer_metadata(tokenizer: Tokenizer, ends: Iterable[int], rows: int) -> 
     """
     parts = json.loads(tokenizer.backend_tokenizer.to_str())
     if parts["model"]["type"] != "BPE" or parts["model"].get("end_of_word_suffix"):
-        raise UsageError(f"{refused(tokenizer)}: GGUF takes byte-level BPE and SentencePiece BPE")
+        raise UsageError(f"{refusal_of(tokenizer)}: GGUF takes byte-level BPE and SentencePiece BPE")
     is_bytes = not parts["model"].get("byte_fallback")
     tokens, types = tokens_and_types(tokenizer, rows, is_bytes)
     found: dict[str, Any] = {"model": "gpt2" if is_bytes else "llama", "tokens": tokens, "token_type": types}
@@ -65,7 +65,7 @@ def tokenizer_metadata(tokenizer: Tokenizer, ends: Iterable[int], rows: int) -> 
     adds_end = tokenizer("a")["input_ids"][-1:] == [tokenizer.eos_token_id]
     found |= {"add_bos_token": bool(adds_bos(tokenizer)), "add_eos_token": adds_end}
     ids = {"bos": tokenizer.bos_token_id, "padding": tokenizer.pad_token_id, "unknown": tokenizer.unk_token_id}
-    ids |= named_ends(tokenizer, ends)
+    ids |= name_ends(tokenizer, ends)
     found |= {f"{name}_token_id": index for name, index in ids.items() if index is not None}
     metadata = {f"tokenizer.ggml.{name}": value for name, value in found.items()}
     template = tokenizer.chat_template
@@ -74,7 +74,7 @@ def tokenizer_metadata(tokenizer: Tokenizer, ends: Iterable[int], rows: int) -> 
     return metadata | ({"tokenizer.chat_template": template} if template else {})
 
 
-def refused(tokenizer: Tokenizer) -> str:
+def refusal_of(tokenizer: Tokenizer) -> str:
     """How an error about a tokenizer begins."""
     return f"the tokenizer ({type(tokenizer).__name__}) cannot be written as GGUF"
 
@@ -83,7 +83,7 @@ def tokens_and_types(tokenizer: Tokenizer, rows: int, is_bytes: bool) -> tuple[l
     """Each token's text and GGUF type by id; rows of the embedding without a token get a name of their own."""
     texts = {index: token for token, index in tokenizer.get_vocab().items()}
     if max(texts) >= rows:
-        raise UsageError(f"{refused(tokenizer)}: it has {max(texts) + 1} tokens, the model {rows}")
+        raise UsageError(f"{refusal_of(tokenizer)}: it has {max(texts) + 1} tokens, the model {rows}")
     types = {index: NORMAL for index in texts}
     if not is_bytes:
         types |= {index: BYTE for index, text in texts.items() if text.startswith("<0x") and len(text) == 6}
@@ -106,7 +106,7 @@ def pre_tokenizer_name(tokenizer: Tokenizer, parts: dict[str, Any]) -> str:
     name = next((name for name, known in PRE_TOKENIZERS.items() if known == patterns), None)
     if name is None:
         raise UsageError(
-            f"{refused(tokenizer)}: llama.cpp has no name for how it splits texts, so it would tokenise otherwise; "
+            f"{refusal_of(tokenizer)}: llama.cpp has no name for how it splits texts, so it would tokenise otherwise; "
             f"known are {', '.join(PRE_TOKENIZERS)}"
         )
     if name == "llama-bpe" and not parts["model"].get("ignore_merges"):
@@ -152,7 +152,7 @@ def merge_scores(tokens: list[str], merges: list[str]) -> list[float]:
     return [float(-ranks.get(token, len(merges) + index)) for index, token in enumerate(tokens)]
 
 
-def named_ends(tokenizer: Tokenizer, ends: Iterable[int]) -> dict[str, int]:
+def name_ends(tokenizer: Tokenizer, ends: Iterable[int]) -> dict[str, int]:
     """What ends a response, by GGUF's names. Raises: UsageError when it has fewer names than the model ends."""
     first = [tokenizer.eos_token_id, turn_end(tokenizer)]
     ends = [index for index in dict.fromkeys([*first, *ends]) if index is not None]
@@ -201,7 +201,7 @@ def complete_tokenizer(tokenizer: Tokenizer, stored: dict[str, Any]) -> Any:
 def check_tokenizer(named: str, tokenizer: Tokenizer, stored: dict[str, Any], rows: int) -> None:
     """Raises: UsageError when tokens differ from the file's or from the model's rows, or its template fails."""
     tokens, ids = stored["tokenizer.ggml.tokens"], tokenizer.get_vocab()
-    wrong = [token for index, token in enumerate(tokens) if index not in (ids.get(token), ids.get(spaced(token)))]
+    wrong = [token for index, token in enumerate(tokens) if index not in (ids.get(token), ids.get(mark_spaces(token)))]
     what = f"it has {len(tokens)} tokens for {rows} rows of its embedding" if len(tokens) != rows else ""
     what = f"transformers gives it {len(ids)} tokens instead of {len(tokens)}" if len(ids) > len(tokens) else what
     if wrong:
@@ -231,7 +231,7 @@ def check_loads(named: str, config: Any, tokenizer: Tokenizer) -> None:
         )
 
 
-def spaced(token: str) -> str:
+def mark_spaces(token: str) -> str:
     """A token as SentencePiece writes its spaces; llama.cpp's files have runs of them as they are."""
     return token.replace(" ", "\u2581")
 

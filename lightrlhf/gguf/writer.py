@@ -159,7 +159,7 @@ def stored_tensors(model: PreTrainedModel, type_name: str) -> Iterator[Stored]:
             is_query = stem.endswith("q_proj")
             heads = config.num_attention_heads if is_query else config.num_key_value_heads
             value = interleave_halves(value, heads)
-        yield Stored(f"{name}.{last}", source, value, stored_type(name, value, type_name))
+        yield Stored(f"{name}.{last}", source, value, choose_type(name, value, type_name))
 
 
 def interleave_halves(value: Tensor, heads: int) -> Tensor:
@@ -167,7 +167,7 @@ def interleave_halves(value: Tensor, heads: int) -> Tensor:
     return value.view(heads, 2, -1, *value.shape[1:]).transpose(1, 2).reshape(value.shape)
 
 
-def stored_type(name: str, value: Tensor, type_name: str) -> str:
+def choose_type(name: str, value: Tensor, type_name: str) -> str:
     """The type in which a tensor is stored when `type_name` is asked for."""
     if value.dim() < 2 or name == "position_embd":
         return "f32"
@@ -178,7 +178,7 @@ def stored_type(name: str, value: Tensor, type_name: str) -> str:
     return type_name
 
 
-def rounded(stored: Stored) -> Tensor:
+def round_as_stored(stored: Stored) -> Tensor:
     """A tensor as it is read back from the type that it is stored in."""
     import gguf
 

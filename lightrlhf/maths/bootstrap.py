@@ -15,7 +15,7 @@ from lightrlhf.maths.ops import wilson_interval
 RESAMPLES = 1000
 
 
-def resampled(groups: Sequence[Hashable], seed: int) -> Tensor:
+def resample(groups: Sequence[Hashable], seed: int) -> Tensor:
     """Count of each row in each bootstrap sample of the groups: (R + 1, N) float64. The first row is the data itself.
 
     Groups are drawn whole, as many as there are (Davison and Hinkley 1997, section 3.8).

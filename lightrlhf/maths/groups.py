@@ -73,17 +73,17 @@ def raw(scores: Tensor, moments: Moments) -> Tensor:
     return scores
 
 
-def centred(scores: Tensor, moments: Moments) -> Tensor:
+def centre(scores: Tensor, moments: Moments) -> Tensor:
     """r - mean (Dr. GRPO, Liu et al. 2025, 2503.20783, section 3.2)."""
     return scores - moments.mean
 
 
-def standardised(scores: Tensor, moments: Moments) -> Tensor:
+def standardise(scores: Tensor, moments: Moments) -> Tensor:
     """(r - mean) / std (GRPO, Shao et al. 2024, 2402.03300, section 4.1.2)."""
     return (scores - moments.mean) / (moments.std + EPS)
 
 
-def batch_standardised(scores: Tensor, moments: Moments) -> Tensor:
+def standardise_batch(scores: Tensor, moments: Moments) -> Tensor:
     """(r - mean) / std of all scores of the batch (Lite PPO, Liu et al. 2025, 2508.08221, section 4.1)."""
     return (scores - moments.mean) / (moments.batch_std + EPS)
 
@@ -99,9 +99,9 @@ def max_likelihood(scores: Tensor, moments: Moments) -> Tensor:
 
 
 ADVANTAGES: dict[str, Estimator] = {
-    "std": standardised,
-    "mean": centred,
-    "batch_std": batch_standardised,
+    "std": standardise,
+    "mean": centre,
+    "batch_std": standardise_batch,
     "rloo": leave_one_out,
     "maxrl": max_likelihood,
     "none": raw,

@@ -110,7 +110,7 @@ class LinearHead(torch.autograd.Function):
             added = None if bias is None else bias.to(ctx.dtype)
             for rows, part, target, is_there in _parts(targets, len(weight), count):
                 logits = F.linear(states[rows], matrix[part], None if added is None else added[part])  # (n, v)
-                logits = _scaled(logits.float(), 1 / temperature)
+                logits = _scale(logits.float(), 1 / temperature)
                 own = logits.gather(1, target)  # (n, 1)
                 logprobs[rows] = torch.where(is_there, own, logprobs[rows, None])[:, 0]
                 before = log_sums[rows].clone()
@@ -118,12 +118,12 @@ class LinearHead(torch.autograd.Function):
                 if gradient is not None:  # of log_sums without the target, by probabilities over the parts so far
                     probs = logits.sub_(log_sums[rows, None]).exp_()
                     probs.scatter_(1, target, probs.gather(1, target).masked_fill_(is_there, 0.0))
-                    others = _scaled((_scaled(probs, scale).to(ctx.dtype) @ matrix[part]).float(), 1 / scale)
+                    others = _scale((_scale(probs, scale).to(ctx.dtype) @ matrix[part]).float(), 1 / scale)
                     gradient[rows] = gradient[rows].mul_((before - log_sums[rows]).exp_()[:, None]).add_(others)
             logprobs -= log_sums
             if gradient is not None:
                 gradient = torch.addcmul(-gradient, -logprobs.expm1()[:, None], matrix[targets].float())
-                gradient = _scaled(gradient, 1 / temperature).to(hidden.dtype)
+                gradient = _scale(gradient, 1 / temperature).to(hidden.dtype)
         ctx.save_for_backward(*((hidden, weight, targets, log_sums) if gradient is None else (gradient,)))
         return logprobs
 
@@ -141,7 +141,7 @@ class LinearHead(torch.autograd.Function):
             states, matrix = hidden.to(ctx.dtype), weight.to(ctx.dtype)  # (N, H), (V, H)
             weighted = states if is_half else (by_row * states).to(ctx.dtype)
             for rows, part, target, is_there in _parts(targets, len(weight), ctx.count):
-                logits = _scaled(F.linear(states[rows], matrix[part]).float(), 1 / ctx.temperature)  # (n, v)
+                logits = _scale(F.linear(states[rows], matrix[part]).float(), 1 / ctx.temperature)  # (n, v)
                 slope = logits.sub_(log_sums[rows, None]).exp_().neg_()
                 slope.scatter_add_(1, target, is_there.float())  # in float32: 1 - p of a likely target is small
                 slope = (slope.mul_(by_row[rows]) if is_half else slope).to(ctx.dtype)
@@ -167,6 +167,6 @@ def _parts(targets: Tensor, size: int, count: int) -> Iterator[tuple[slice, slic
             yield rows, part, (wanted - first).clamp(0, part.stop - first - 1), is_there
 
 
-def _scaled(values: Tensor, factor: float) -> Tensor:
+def _scale(values: Tensor, factor: float) -> Tensor:
     """Values times a factor, in place."""
     return values if factor == 1 else values.mul_(factor)

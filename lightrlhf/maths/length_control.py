@@ -10,7 +10,7 @@ from collections.abc import Hashable, Sequence
 import torch
 from torch import Tensor
 
-from lightrlhf.maths.bootstrap import bootstrap_interval, resampled
+from lightrlhf.maths.bootstrap import bootstrap_interval, resample
 
 
 def length_controlled_win_rate(
@@ -21,7 +21,7 @@ def length_controlled_win_rate(
     scores: 1 for a win, 1/2 for a tie, 0 for a loss. lengths: of both responses, in one unit. groups: the prompts.
     """
     sizes = torch.tensor(lengths, dtype=torch.float64)  # (N, 2)
-    rates = length_controlled(torch.tensor(scores, dtype=torch.float64), sizes, resampled(groups, seed))  # (R + 1,)
+    rates = length_controlled(torch.tensor(scores, dtype=torch.float64), sizes, resample(groups, seed))  # (R + 1,)
     return float(rates[0]), bootstrap_interval(rates, len(set(groups)))
 
 

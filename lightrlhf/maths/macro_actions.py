@@ -23,13 +23,13 @@ def action_index(action_mask: Tensor) -> Tensor:
     return action_mask.long().cumsum(1) - 1
 
 
-def fixed(action_mask: Tensor, ngram: int) -> Tensor:
+def fixed_segments(action_mask: Tensor, ngram: int) -> Tensor:
     """Segments of `ngram` actions; 1 is a segment per token, 0 one segment per response."""
     index = action_index(action_mask)
     return _off_actions(index // ngram if ngram else torch.zeros_like(index), action_mask)
 
 
-def randomized(action_mask: Tensor, noise: Tensor) -> Tensor:
+def random_segments(action_mask: Tensor, noise: Tensor) -> Tensor:
     """Segments of the lengths 2, 3, 5 and 10, each equally often, in a random order per row.
 
     noise: (B, 4 * repeats), whose order in a row is the order of the lengths. The rest of a response beyond the sum of

@@ -111,7 +111,7 @@ class Pairs:
 def sigmoid(pairs: Pairs) -> Tensor:
     """DPO (Rafailov et al. 2023, eq. 7), -log s(z); with label smoothing e cDPO (Mitchell 2023), the mean of it and
     its mirror image: -(1-e) log s(z) - e log s(-z)."""
-    return smoothed(pairs.logits, pairs.label_smoothing)
+    return smooth_labels(pairs.logits, pairs.label_smoothing)
 
 
 def robust(pairs: Pairs) -> Tensor:
@@ -180,14 +180,14 @@ def aot(pairs: Pairs) -> Tensor:
     against the i-th smallest of the reference, over all pairs of a step: -log s(beta (pi_(i) - ref_(i))), smoothed."""
     policy = (pairs.policy_chosen_logps - pairs.policy_rejected_logps).sort().values
     reference = (pairs.ref_chosen_logps - pairs.ref_rejected_logps).sort().values
-    return smoothed(pairs.beta * (policy - reference), pairs.label_smoothing)
+    return smooth_labels(pairs.beta * (policy - reference), pairs.label_smoothing)
 
 
 def aot_pair(pairs: Pairs) -> Tensor:
     """AOT (same), in the paper the one for unpaired data; TRL's code gave it this name. The i-th smallest a against the
     i-th smallest b, over all pairs of a step: -log s(beta (a_(i) - b_(i))), smoothed."""
     gap = pairs.chosen_ratio.sort().values - pairs.rejected_ratio.sort().values
-    return smoothed(pairs.beta * gap, pairs.label_smoothing)
+    return smooth_labels(pairs.beta * gap, pairs.label_smoothing)
 
 
 def rev_kl(pairs: Pairs) -> Tensor:
@@ -252,7 +252,7 @@ def cpo(pairs: Pairs) -> Tensor:
     return -F.logsigmoid(pairs.logits) + chosen_nll(pairs)
 
 
-def smoothed(logits: Tensor, label_smoothing: float) -> Tensor:
+def smooth_labels(logits: Tensor, label_smoothing: float) -> Tensor:
     """-(1-e) log s(z) - e log s(-z)."""
     return -(1 - label_smoothing) * F.logsigmoid(logits) - label_smoothing * F.logsigmoid(-logits)
 

@@ -82,7 +82,7 @@ def observe(model: PreTrainedModel, tokenizer: Tokenizer, source: Observed | Non
     # Raw text: texts of this file, to compare two tokenizers.
     texts = [list(ids) for ids in tokenizer(asked)["input_ids"]]
     scores = [logits(model, row) for row in rows]
-    return Observed(asked, texts, rendered(tokenizer), ends, rows, lengths, scores)
+    return Observed(asked, texts, render_exchange(tokenizer), ends, rows, lengths, scores)
 
 
 def prompts_for(tokenizer: Tokenizer) -> list[Any]:
@@ -94,7 +94,7 @@ def prompts_for(tokenizer: Tokenizer) -> list[Any]:
     return [*PROMPTS, EXCHANGE[:1]]
 
 
-def rendered(tokenizer: Tokenizer) -> list[str]:
+def render_exchange(tokenizer: Tokenizer) -> list[str]:
     """The exchange as the chat template renders it at each length, or why it refuses."""
     if not tokenizer.chat_template:
         return []

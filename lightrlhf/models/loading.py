@@ -28,7 +28,7 @@ from lightrlhf.models.architecture import scalar_head
 from lightrlhf.models.complete import check_complete
 from lightrlhf.models.forward import embedding_rows
 from lightrlhf.models.lora import LoadedAdapters
-from lightrlhf.models.names import base_name, holds_reward_model, quiet_libraries, resolve, saved_config
+from lightrlhf.models.names import base_name, holds_reward_model, quiet_libraries, read_saved_config, resolve
 from lightrlhf.models.quantisation import (
     check_stored_quantisation,
     compute_dtype,
@@ -101,7 +101,7 @@ def load_scalar(
     from transformers import AutoModelForSequenceClassification
 
     source = name if name == "tiny" else resolve(name, flag)
-    has_head, config = holds_reward_model(source), saved_config(source)
+    has_head, config = holds_reward_model(source), read_saved_config(source)
     if needs_head and not has_head and config:
         raise UsageError(f"{flag} {name} holds a language model, not a reward model; give an RM experiment dir")
     if needs_head and config.get("compares_pairs"):
@@ -240,7 +240,7 @@ def load_model(
         if args.base_dtype == "bfloat16":
             frozen.restore_buffers(model)
             note_rounding(base, flag)
-        if "num_labels" in options and saved_config(source).get("compares_pairs"):
+        if "num_labels" in options and read_saved_config(source).get("compares_pairs"):
             model.config.compares_pairs = True  # an adapter's config has it, its base's has not
     if is_quantised(model):
         keep_unpacked(model, f"{flag} {source}", compute_dtype(args))
@@ -326,7 +326,7 @@ def from_pretrained(auto_class: Any, source: str, flag: str, **options: Any) -> 
         model, found = auto_class.from_pretrained(source, **options)
     except Exception as problem:  # a damaged or hostile file makes it raise anything
         if "Unrecognized configuration class" in str(problem):  # the whole message lists all classes that there are
-            kind = saved_config(source).get("model_type")
+            kind = read_saved_config(source).get("model_type")
             role = "reward model or critic" if "num_labels" in options else "policy"
             raise UsageError(
                 f"{flag} {source} has the architecture {kind}, of which transformers has no {auto_class.__name__}, "

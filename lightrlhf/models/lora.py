@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from lightrlhf.cli.errors import UsageError, first_line
 from lightrlhf.cli.groups import ModelArgs
 from lightrlhf.data.types import PreTrainedModel
-from lightrlhf.gguf.files import converted_here
+from lightrlhf.gguf.files import find_converted
 from lightrlhf.models.complete import ADAPTER_FILES, HEADS, adapter_weights
 from lightrlhf.models.tied import check_layers, is_tied, untie
 
@@ -100,7 +100,7 @@ def base_of(config: Any, source: str, flag: str) -> str:
     moved = Path(source).resolve().parent / "base"
     if Path(base).name == "base" and moved.is_dir():  # the experiment dir was moved together with its base
         return str(moved)
-    if converted := converted_here(base):  # of a GGUF file, by another user or on another machine
+    if converted := find_converted(base):  # of a GGUF file, by another user or on another machine
         return str(converted.resolve())
     if base.startswith(("/", ".", "~")) or base.count("/") > 1:
         raise UsageError(
@@ -354,8 +354,8 @@ def concatenate(model: PreTrainedModel, adapters: Sequence[str]) -> tuple[Any, d
     for name, parts in layers.items():
         down = [layer.lora_A[adapter].weight for layer, adapter in parts]  # (r, in) each
         up = [layer.lora_B[adapter].weight * (1 if unchanged else layer.scaling[adapter]) for layer, adapter in parts]
-        weights[f"{PREFIX}{name}.lora_A.weight"] = _padded(torch.cat(down), rank, 0)
-        weights[f"{PREFIX}{name}.lora_B.weight"] = _padded(torch.cat(up, 1), rank, 1)
+        weights[f"{PREFIX}{name}.lora_A.weight"] = _pad(torch.cat(down), rank, 0)
+        weights[f"{PREFIX}{name}.lora_B.weight"] = _pad(torch.cat(up, 1), rank, 1)
         for layer, adapter in parts:
             if adapter in layer.lora_magnitude_vector:  # the only one; peft writes it without the suffix,
                 magnitude = layer.lora_magnitude_vector[adapter].weight  # and then transformers (5.23) overlooks it
@@ -371,7 +371,7 @@ def concatenate(model: PreTrainedModel, adapters: Sequence[str]) -> tuple[Any, d
     return config, weights
 
 
-def _padded(matrix: Tensor, rank: int, dim: int) -> Tensor:
+def _pad(matrix: Tensor, rank: int, dim: int) -> Tensor:
     """The matrix on the CPU, zero-padded to `rank`, since some layers may lack an adapter."""
     missing = list(matrix.shape)
     missing[dim] = rank - missing[dim]

@@ -129,11 +129,11 @@ def base_name(source: str, flag: str) -> str | None:
 
 def holds_reward_model(source: str) -> bool:
     """Whether a local folder was saved with a scalar head; False for a hub id."""
-    config = saved_config(source)
+    config = read_saved_config(source)
     return config.get("task_type") == "SEQ_CLS" or "ForSequenceClassification" in str(config.get("architectures"))
 
 
-def saved_config(source: str) -> dict[str, Any]:
+def read_saved_config(source: str) -> dict[str, Any]:
     """Config of the adapter or else of the model in a local folder; empty if missing or unreadable."""
     for name in (lora.ADAPTER_CONFIG, "config.json"):
         if (path := Path(source) / name).is_file():

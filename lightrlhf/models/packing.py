@@ -90,18 +90,18 @@ def pack_texts(
     width = layout.width + 1  # the last column takes the padding and is dropped
     target = (place * width + torch.where(mask, column, layout.width)).flatten()
 
-    def packed(values: Tensor, padding: int) -> Tensor:
+    def pack(values: Tensor, padding: int) -> Tensor:
         """(B, T) values of the separate rows as (N, W); rows of a part have the same ones in their prefix."""
         out = torch.full((len(layout.bins) * width,), padding, device=device)
         return out.scatter(0, target, values.flatten()).view(-1, width)[:, :-1]
 
-    part = packed(part_of.expand_as(input_ids), -1)  # (N, W)
-    text = packed(torch.where(is_shared, 0, number_of), -1)  # (N, W): 0 in a prefix
+    part = pack(part_of.expand_as(input_ids), -1)  # (N, W)
+    text = pack(torch.where(is_shared, 0, number_of), -1)  # (N, W): 0 in a prefix
     visible = (text[:, None, :] == 0) | (text[:, None, :] == text[:, :, None])
     visible &= part[:, None, :] == part[:, :, None]
     visible = (visible | (text[:, :, None] < 0)).tril()  # padding sees all before it, as in separate rows
     columns = torch.where(mask, column, 0)
-    return PackedTexts(packed(input_ids, 0), packed(position, 0), visible, place[:, 0], columns)
+    return PackedTexts(pack(input_ids, 0), pack(position, 0), visible, place[:, 0], columns)
 
 
 def _places(layout: Layout, shared: Sequence[int], rests: Sequence[int]) -> list[tuple[int, int, int, int, int]]:

@@ -103,14 +103,14 @@ def merged_model(module: Role) -> PreTrainedModel:
         return lora.merge(model, module.adapters)
     with TemporaryDirectory() as folder:
         _save_adapter(module, Path(folder))
-        merged = _merged_from(folder)
+        merged = _load_merged(folder)
     merged.config.pad_token_id = module.model.config.pad_token_id
     if not hasattr(merged, "score"):
         merged.generation_config = module.model.generation_config
     return merged
 
 
-def _merged_from(folder: str) -> PreTrainedModel:
+def _load_merged(folder: str) -> PreTrainedModel:
     """Load an adapter folder merged into its base."""
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -132,7 +132,7 @@ def self_contained(folder: Path) -> Iterator[Path]:
     if base is None or not Path(base).is_dir():
         yield folder
         return
-    model = _merged_from(str(folder))
+    model = _load_merged(str(folder))
     model.config.pad_token_id = load_tokenizer(None, str(folder)).pad_token_id
     with TemporaryDirectory(dir=folder.parent) as temporary:
         merged = Path(temporary) / folder.name
@@ -144,7 +144,7 @@ def self_contained(folder: Path) -> Iterator[Path]:
 @contextmanager
 def standalone_copy(source: str) -> Iterator[str]:
     """Context manager: a copy of an adapter checkpoint, merged into its base."""
-    model, tokenizer = _merged_from(source), load_tokenizer(None, source)
+    model, tokenizer = _load_merged(source), load_tokenizer(None, source)
     model.config.pad_token_id = tokenizer.pad_token_id
     with TemporaryDirectory(dir=Path(source).resolve().parent if Path(source).is_dir() else None) as folder:
         model.save_pretrained(folder)

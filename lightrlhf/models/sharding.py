@@ -55,7 +55,7 @@ def is_sharded(module: nn.Module) -> bool:
 
 
 @contextmanager
-def unsharded(module: nn.Module) -> Iterator[None]:
+def gather_shards(module: nn.Module) -> Iterator[None]:
     """Context manager: gathers the full weights of a sharded model, so forward passes need no collectives.
 
     For sampling, where ranks run different numbers of passes. All ranks must enter and leave together. Does nothing

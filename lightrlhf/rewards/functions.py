@@ -52,8 +52,8 @@ def call_function(function: RewardFunction, responses: Sequence[Response]) -> li
     Raises: whatever a function of many responses raises; Failure where it returns anything else than one for each.
     """
     if scores_one(function):
-        return [number_of(value) for value in finished([call_one(function, response) for response in responses])]
-    (scores,) = finished([call_all(function, responses)])
+        return [number_of(value) for value in await_results([call_one(function, response) for response in responses])]
+    (scores,) = await_results([call_all(function, responses)])
     if isinstance(scores, Exception):
         raise scores
     return [number_of(value) for value in one_of_each(scores, len(responses))]
@@ -67,7 +67,7 @@ def one_of_each(returned: Any, count: int) -> list[Any]:
     elif len(getattr(returned, "shape", ())) == 1 and hasattr(returned, "tolist"):
         values = returned.tolist()
     if values is None:
-        raise Failure("errors", f"it returned {shown(returned)}, not a list with a number or None for each response")
+        raise Failure("errors", f"it returned {describe(returned)}, not a list with a number or None for each response")
     if len(values) != count:
         raise Failure("errors", f"it returned {len(values)} scores for {count} completions")
     return values
@@ -119,7 +119,7 @@ def as_text(text: Any) -> str:
     return "\n\n".join(content for content in contents if isinstance(content, str))  # beside calls there may be none
 
 
-def finished(results: list[Any]) -> list[Any]:
+def await_results(results: list[Any]) -> list[Any]:
     """Results with the coroutines among them awaited together; one that raises leaves its exception."""
     waiting = [i for i, result in enumerate(results) if inspect.isawaitable(result)]
     if not waiting:
@@ -157,10 +157,10 @@ def number_of(value: Any) -> float | None | Failure:
             raise TypeError
         return float(number)
     except Exception:  # a user's value may raise anything
-        return Failure("errors", f"it returned {shown(value)} for a response, not a number or None")
+        return Failure("errors", f"it returned {describe(value)} for a response, not a number or None")
 
 
-def shown(value: Any) -> str:
+def describe(value: Any) -> str:
     """The type of a value, and its beginning, in one line."""
     try:
         text = " ".join(repr(value).split())

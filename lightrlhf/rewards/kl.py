@@ -11,7 +11,7 @@ from lightrlhf.data.batch import Rollout
 from lightrlhf.maths.ops import KL_ESTIMATORS
 
 
-def bounded_scores(scores: Tensor, truncated: Tensor, limit: float | None, missing_eos_penalty: float) -> Tensor:
+def bound_scores(scores: Tensor, truncated: Tensor, limit: float | None, missing_eos_penalty: float) -> Tensor:
     """Scores (B,) clipped to +-limit, less the penalty of truncated responses; NaN, of no score, stays NaN."""
     if limit is not None:
         scores = scores.clamp(-limit, limit)

@@ -79,7 +79,7 @@ class PairScorer:
 
     A response's score, in [0, 1], is its mean probability of beating each other response of its group, in both orders:
     K (K - 1) comparisons of K responses. A response without another one has no score. Nor has one that could not be
-    read beside another (too long together, or the model's answer is not a number), see `read_together`.
+    read beside another (too long together, or the model's answer is not a number), see `find_complete_group`.
     """
 
     model: nn.Module
@@ -111,14 +111,14 @@ class PairScorer:
                 first_wins[g][a, b] = 1 / (1 + math.exp(-logit)) if abs(logit) < 500 else float(logit > 0)
         scores: list[list[float | None]] = []
         for chances, lengths in zip(first_wins, sizes):
-            kept = read_together(chances, lengths)
+            kept = find_complete_group(chances, lengths)
             rivals = {k: [other for other in kept if other != k] for k in kept}
             totals = {k: sum(chances[k, other] + 1 - chances[other, k] for other in rivals[k]) for k in kept}
             scores.append([totals[k] / (2 * len(rivals[k])) if k in kept else None for k in range(len(lengths))])
         return scores
 
 
-def read_together(chances: Container[tuple[int, int]], lengths: Sequence[int]) -> list[int]:
+def find_complete_group(chances: Container[tuple[int, int]], lengths: Sequence[int]) -> list[int]:
     """Indices of the responses of a group that were all compared with each other, in both orders; none of fewer than 2.
 
     Scores are comparable only where all had the same rivals, so the response with the most missing comparisons is left
@@ -151,15 +151,16 @@ class FunctionScorer:
 
     def __call__(self, groups: Groups) -> list[list[float | None]]:
         """Its numbers, None for missing or not finite ones. Raises: as `score`."""
-        values = iter(self.score([sample for group in groups for sample in group]))
-        return [[self._known(next(values)) for _ in group] for group in groups]
+        scores = self.score([sample for group in groups for sample in group])
+        values = (None if score is None or math.isnan(score) else score for score in scores)
+        return [[next(values) for _ in group] for group in groups]
 
     def score(self, samples: Sequence[Sample]) -> list[float | None]:
         """A number for each response, None where the function returned that, NaN where it failed, and is counted.
 
         Raises: RunFailure when one call for all fails, or its first call of each does: it works for none.
         """
-        values, self.failures = self.ranks.once(lambda: (self._scored(samples), self.failures))
+        values, self.failures = self.ranks.once(lambda: (self._score(samples), self.failures))
         return values
 
     def close(self) -> None:
@@ -168,7 +169,7 @@ class FunctionScorer:
             self.workers.close()
             self.workers = None
 
-    def _scored(self, samples: Sequence[Sample]) -> list[float | None]:
+    def _score(self, samples: Sequence[Sample]) -> list[float | None]:
         responses = [as_seen(sample, self.takes_messages) for sample in samples]
         self.failures = Counter()
         if not responses:  # of a rank without rows; functions expect some
@@ -185,25 +186,22 @@ class FunctionScorer:
         self.works = self.works or len(raised) < len(results)
         if raised and not self.works:
             raise RunFailure(f"{self.name} failed: {raised[0]}, and so for each of {len(results)} responses")
-        return [self._checked(result) for result in results]
+        return [self._check(result) for result in results]
 
-    def _checked(self, result: float | None | Failure) -> float | None:
+    def _check(self, result: float | None | Failure) -> float | None:
         if isinstance(result, Failure):
-            return self._failed(result)
+            return self._count_failure(result)
         if result is None or math.isfinite(result) or (self.keeps_infinite and math.isinf(result)):
             return result
-        return self._failed(Failure("errors", f"it returned {result}"))
+        return self._count_failure(Failure("errors", f"it returned {result}"))
 
-    def _failed(self, failure: Failure) -> float:
+    def _count_failure(self, failure: Failure) -> float:
         """Count a response that is not scored; the first of a kind is printed, too."""
         self.failures[failure.kind] += 1
         if failure.kind not in self.told:
             self.told.add(failure.kind)
             print(f"{self.name}: no score for a response, {failure}; others are counted", file=sys.stderr)
         return math.nan
-
-    def _known(self, score: float | None) -> float | None:
-        return None if score is None or math.isnan(score) else score
 
 
 def as_seen(sample: Sample, takes_messages: bool) -> Response:

@@ -31,7 +31,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 import lightrlhf
 from lightrlhf.cli.errors import first_line
 from lightrlhf.serving.engine import Answer, Choice, Engine
-from lightrlhf.serving.requests import Completion, Refusal, read_completion, read_json, required
+from lightrlhf.serving.requests import Completion, Refusal, read_completion, read_json, read_required
 
 LARGEST_BODY = 64 * 2**20  # bytes; the noise of a rollout is the largest part
 LEAST = -9999.0  # log-probability of a token whose probability is 0 by rounding, as OpenAI has it; JSON has no -inf
@@ -69,14 +69,14 @@ class App:
             Route("/wake_up", self.nothing, methods=["POST"]),
             Route("/is_sleeping", self.is_sleeping),
         ]
-        handlers: Any = {Refusal: refused, HTTPException: not_served, ClientDisconnect: gone, Exception: failed}
+        handlers: Any = {Refusal: on_refusal, HTTPException: not_served, ClientDisconnect: gone, Exception: on_failure}
         app = Starlette(routes=routes, exception_handlers=handlers)
         self.asgi: ASGIApp = KeyCheck(app, key)
 
     # ------------------------------------------------------------------------------------------------------ completions
     async def completions(self, request: Request, chat: bool) -> Response:
         """Completions of prompts, or of messages."""
-        asked = read_completion(await read_body(request), self.engine.served(), chat)
+        asked = read_completion(await read_body(request), self.engine.limits(), chat)
         identifier = f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(16)}"
         head = {"id": identifier, "created": int(time.time()), "model": asked.model}
         if asked.stream:
@@ -162,7 +162,7 @@ class App:
         if body.get("method") != "reload_weights":
             raise Refusal("method must be reload_weights; no other is served")
         given = body.get("kwargs")
-        (folder,) = required(given if isinstance(given, dict) else {}, "weights_path")
+        (folder,) = read_required(given if isinstance(given, dict) else {}, "weights_path")
         await self._in_worker(partial(self.engine.reload, folder))
         return JSONResponse({"results": [None]})
 
@@ -171,7 +171,7 @@ class App:
         return JSONResponse({"success": True})
 
     async def update_weight_version(self, request: Request) -> Response:
-        (version,) = required(await read_body(request), "new_version")
+        (version,) = read_required(await read_body(request), "new_version")
         await self._in_worker(lambda: setattr(self.engine, "version", version))
         return JSONResponse({"message": "weight version updated", "weight_version": version})
 
@@ -179,12 +179,12 @@ class App:
         return JSONResponse({"weight_version": self.engine.version})
 
     async def load_lora_adapter(self, request: Request) -> Response:
-        name, folder = required(await read_body(request), "lora_name", "lora_path")
+        name, folder = read_required(await read_body(request), "lora_name", "lora_path")
         await self._in_worker(partial(self.engine.load_adapter, name, folder))
         return JSONResponse({"message": f"adapter {name} is loaded"})
 
     async def unload_lora_adapter(self, request: Request) -> Response:
-        (name,) = required(await read_body(request), "lora_name")
+        (name,) = read_required(await read_body(request), "lora_name")
         await self._in_worker(partial(self.engine.unload_adapter, name))
         return JSONResponse({"message": f"adapter {name} is unloaded"})
 
@@ -201,7 +201,7 @@ class App:
         names: list[tuple[str, str, str | None]] = [(engine.name, engine.root, None)]
         names += [(name, adapter.folder, engine.name) for name, adapter in engine.adapters.items()]
         fixed = {"object": "model", "created": self.created, "owned_by": "lightrlhf"}
-        fixed |= {"max_model_len": engine.served().positions}
+        fixed |= {"max_model_len": engine.limits().positions}
         data = [{"id": name, "root": root, "parent": parent, **fixed} for name, root, parent in names]
         return JSONResponse({"object": "list", "data": data})
 
@@ -212,7 +212,7 @@ class App:
             "dtype": str(self.engine.dtype),
             "logprobs_mode": "processed_logprobs",
         }
-        config |= {"max_model_len": self.engine.served().positions}
+        config |= {"max_model_len": self.engine.limits().positions}
         return JSONResponse({"vllm_config": {"model_config": config}})
 
     async def nothing(self, request: Request) -> Response:
@@ -289,13 +289,13 @@ def whole(token_text: Texts, asked: Completion, head: Json, found: Answer) -> Js
             row["message"] = {"role": "assistant", "content": choice.text}
         else:
             row["text"] = choice.text
-        row["logprobs"] = shown_logprobs(token_text, choice, 0, asked.chat) if asked.logprobs else None
+        row["logprobs"] = format_logprobs(token_text, choice, 0, asked.chat) if asked.logprobs else None
         if asked.return_token_ids:
             row["token_ids"] = choice.ids
             if not asked.chat:
                 row["prompt_token_ids"] = prompt
         if found.scores is not None:
-            row["prompt_logprobs"] = shown_scores(token_text, prompt, found.scores[index // asked.n])
+            row["prompt_logprobs"] = format_scores(token_text, prompt, found.scores[index // asked.n])
         rows.append(row)
     answer = {**head, "object": object_of(asked, False), "choices": rows, "usage": usage(asked, found.choices)}
     if asked.chat and asked.return_token_ids:
@@ -316,7 +316,7 @@ def chunk(
         row["delta"] = ({} if before else {"role": "assistant"}) | {"content": more}
     else:
         row["text"] = more
-    row["logprobs"] = shown_logprobs(token_text, choice, count, asked.chat) if asked.logprobs else None
+    row["logprobs"] = format_logprobs(token_text, choice, count, asked.chat) if asked.logprobs else None
     if asked.return_token_ids:
         row["token_ids"] = choice.ids[count:]
         if before is None and not asked.chat:
@@ -327,7 +327,7 @@ def chunk(
     return answer
 
 
-def shown_logprobs(token_text: Texts, choice: Choice, start: int, chat: bool) -> Json:
+def format_logprobs(token_text: Texts, choice: Choice, start: int, chat: bool) -> Json:
     """Log-probabilities of a choice's tokens from `start` on, in OpenAI's form."""
     values = [max(value, LEAST) for value in choice.logprobs[start:]]
     tokens = [token_text(index) for index in choice.ids[start:]]
@@ -342,7 +342,7 @@ def shown_logprobs(token_text: Texts, choice: Choice, start: int, chat: bool) ->
     return {"tokens": tokens, "token_logprobs": values, "top_logprobs": None, "text_offset": offsets}
 
 
-def shown_scores(token_text: Texts, prompt: list[int], values: list[float]) -> list[Json | None]:
+def format_scores(token_text: Texts, prompt: list[int], values: list[float]) -> list[Json | None]:
     """Log-probabilities of a prompt's tokens, in vLLM's form: by id, none of the first."""
     return [None] + [
         {str(index): {"logprob": max(value, LEAST), "decoded_token": token_text(index)}}
@@ -368,7 +368,7 @@ def report(problem: BaseException) -> str:
     return line
 
 
-async def refused(request: Request, problem: Refusal) -> Response:
+async def on_refusal(request: Request, problem: Refusal) -> Response:
     return JSONResponse(error(str(problem), problem.status), problem.status)
 
 
@@ -381,5 +381,5 @@ async def gone(request: Request, problem: ClientDisconnect) -> Response:
     return Response(status_code=499)  # nobody reads it
 
 
-async def failed(request: Request, problem: Exception) -> Response:
+async def on_failure(request: Request, problem: Exception) -> Response:
     return JSONResponse(error(report(problem), 500), 500)

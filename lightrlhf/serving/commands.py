@@ -58,7 +58,7 @@ class Launch(NamedTuple):
         lora_routes = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"} if self.enable_lora else {}
         return VARIABLES | lora_routes
 
-    def shown(self, model: str | None = None) -> str:
+    def as_line(self, model: str | None = None) -> str:
         """The command as a line for a shell, the key as the variable that holds it."""
         variables = [f"{name}={value}" for name, value in self.variables().items()]
         return " ".join([*variables, f'VLLM_API_KEY="${KEY}"', shlex.join(self.command(model))])
@@ -108,14 +108,14 @@ def start(launch: Launch, key: str) -> None:
     environment = {**os.environ, **launch.variables(), "VLLM_API_KEY": key}
     reason = needs_copy(launch)
     if reason is None:
-        print(launch.shown(), flush=True)
+        print(launch.as_line(), flush=True)
         try:
             os.execvpe(launch.python, launch.command(), environment)
         except OSError as problem:
             raise RunFailure(f"{launch.python} cannot be run: {problem.strerror}") from None
     print(f"a copy of {launch.model} is served: {reason}", flush=True)
     with standalone_copy(launch.model) as copied:
-        print(launch.shown(copied), flush=True)
+        print(launch.as_line(copied), flush=True)
         status = run_child(launch.command(copied), environment)
     if status not in (0, -signal.SIGINT, -signal.SIGTERM):
         raise RunFailure(f"vLLM ended with status {status}; its last lines say why")

@@ -90,7 +90,7 @@ class Engine:
         self.texts: dict[int, str] = {}  # of tokens
         self.version = "default"  # of the weights, a name that clients give
 
-    def served(self) -> Served:
+    def limits(self) -> Served:
         """What requests are checked against."""
         positions = getattr(self.policy.model.config, "max_position_embeddings", None) or UNLIMITED
         return Served(self.tokenizer, vocabulary_size(self.policy), positions, [self.name, *self.adapters])

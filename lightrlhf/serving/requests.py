@@ -207,7 +207,7 @@ def read_fields(body: dict[str, Any], fields: dict[str, Field]) -> dict[str, Any
     return {name: field.default if body.get(name) is None else body[name] for name, field in fields.items()}
 
 
-def required(body: dict[str, Any], *names: str) -> list[str]:
+def read_required(body: dict[str, Any], *names: str) -> list[str]:
     """Texts of a body that must be given. Raises: Refusal naming the field."""
     for name in names:
         if not is_text(body.get(name)) or not body[name] or "\0" in body[name]:
@@ -293,7 +293,7 @@ def read_prompts(given: Any, served: Served) -> list[list[int]]:
     for number, prompt in enumerate(prompts):
         where = f"prompt {number}" if several else "prompt"
         if is_text(prompt):
-            prompt = encoded(prompt, served)
+            prompt = encode(prompt, served)
         if not are_ids(prompt) or not prompt:
             raise Refusal(f"{where} must be a text or a list of token ids, not empty")
         check_ids(prompt, where, served.vocabulary)
@@ -312,7 +312,7 @@ def read_messages(given: Any, served: Served) -> list[int]:
         if more := message.keys() - {"role", "content", "name"}:
             raise Refusal(f"messages {number} has {min(more)[:100]!r}, which is not served")
         messages.append({**message, "content": content_of(message.get("content"), number)})
-    ids = encoded(messages, served)
+    ids = encode(messages, served)
     check_ids(ids, "the messages", served.vocabulary)
     return ids
 
@@ -325,7 +325,7 @@ def content_of(content: Any, number: int) -> str:
     return "".join(part["text"] for part in parts)
 
 
-def encoded(prompt: str | Messages, served: Served) -> list[int]:
+def encode(prompt: str | Messages, served: Served) -> list[int]:
     """Token ids of a prompt, in which no text becomes a control token. Raises: Refusal."""
     if not isinstance(prompt, str) and not served.tokenizer.chat_template:
         raise Refusal("this model's tokenizer has no chat template; send a prompt to /v1/completions")

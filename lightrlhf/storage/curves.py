@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lightrlhf.storage.run_dir import short_name, stored_args
+from lightrlhf.storage.run_dir import read_args, short_name
 
 Floats = NDArray[np.float64]
 Steps = NDArray[np.int64]
@@ -108,7 +108,7 @@ def seed_groups(folders: Sequence[str]) -> dict[str, dict[Any, list[str]]]:
             label = ", ".join([name, *told[:MAX_TOLD]])
             seeds = groups.setdefault(label if label not in groups else f"{label} ({number + 1})", {})
             for folder in own:
-                seeds.setdefault(stored_args(folder).get("seed"), []).append(folder)
+                seeds.setdefault(read_args(folder).get("seed"), []).append(folder)
     return groups
 
 
@@ -120,7 +120,7 @@ def curves_of(metric: str, runs: Mapping[str, Sequence[Mapping[str, Column]]]) -
 
 def settings(folder: str) -> dict[str, Any]:
     """Arguments of an experiment that its numbers depend on, without its seed; paths without seeds and times."""
-    kept = {key: value for key, value in stored_args(folder).items() if key not in NO_SETTINGS}
+    kept = {key: value for key, value in read_args(folder).items() if key not in NO_SETTINGS}
     return {key: SEED_OR_TIME.sub("*", value) if isinstance(value, str) else value for key, value in kept.items()}
 
 

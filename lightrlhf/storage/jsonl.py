@@ -113,7 +113,7 @@ class JsonlWriter:
                 self.rows = self._complete_rows()
                 if self.rows and settings is not None:
                     check_settings(self.path, settings)
-                    self._changed = SEAL[0] not in stored_settings(self.path)  # a kill came after its last row
+                    self._changed = SEAL[0] not in read_settings(self.path)  # a kill came after its last row
                 elif settings is not None:
                     write_settings(self.path, settings)
             except BaseException:
@@ -182,7 +182,7 @@ class JsonlWriter:
         """Rows of the file; an incomplete last line is removed from it."""
         content = self.path.read_bytes()
         if content and self._settings is not None:
-            stored_settings(self.path)  # without them no writer made the file, and its last line is kept
+            read_settings(self.path)  # without them no writer made the file, and its last line is kept
         check_seal(self.path, content, may_be_cut=True)
         end = content.rfind(b"\n") + 1
         if end < len(content):
@@ -213,7 +213,7 @@ def append_jsonl(path: Path, rows: Iterable[Row]) -> None:
             sync_folder(path.parent)
 
 
-def stored_settings(path: Path) -> Row:
+def read_settings(path: Path) -> Row:
     """The settings of a file's rows, with their seal. Raises: UsageError when they are missing."""
     stored_in = path.with_suffix(".args.json")
     try:
@@ -226,14 +226,14 @@ def stored_settings(path: Path) -> Row:
 
 def seal_rows(path: Path) -> None:
     """Seal a file that has all its rows but no seal, as a kill after the last row leaves it. Raises: RunFailure."""
-    stored = stored_settings(path)
+    stored = read_settings(path)
     if SEAL[0] not in stored:
         write_settings(path, stored | _seal_of(path.read_bytes()))
 
 
 def check_settings(path: Path, settings: Row) -> None:
     """Raises: UsageError when the rows of a file have other settings than these."""
-    stored = {name: value for name, value in stored_settings(path).items() if name not in SEAL}
+    stored = {name: value for name, value in read_settings(path).items() if name not in SEAL}
     settings = json.loads(json.dumps(settings))
     changed = sorted(k for k in stored.keys() | settings.keys() if stored.get(k) != settings.get(k))
     if changed:

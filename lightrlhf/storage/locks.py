@@ -62,7 +62,7 @@ class Lock:
     def __init__(self, path: Path, what: str, wait: bool = False, in_new_folder: bool = False) -> None:
         self.path = path
         with writing(what, error=UsageError):
-            handle = _acquired(path, what, wait)
+            handle = _acquire(path, what, wait)
             self._end = weakref.finalize(self, _release, handle, path, os.getpid(), in_new_folder)
             if handle is not None:
                 holder = f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}"
@@ -88,7 +88,7 @@ class Lock:
         self.release()
 
 
-def _acquired(path: Path, what: str, wait: bool) -> int | None:
+def _acquire(path: Path, what: str, wait: bool) -> int | None:
     """The locked handle of the lock file; None where there are no locks. Raises: OSError, UsageError."""
     try:
         import fcntl
@@ -96,7 +96,7 @@ def _acquired(path: Path, what: str, wait: bool) -> int | None:
         return None
     told = False
     while True:
-        handle = _opened(path)
+        handle = _open(path)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if _is_named(path, handle):
@@ -120,7 +120,7 @@ def _acquired(path: Path, what: str, wait: bool) -> int | None:
             return None
 
 
-def _opened(path: Path) -> int:
+def _open(path: Path) -> int:
     """A handle of the lock file, made if it is missing. Raises: OSError; UsageError for a link and the like."""
     try:
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)

@@ -14,7 +14,7 @@ from lightrlhf.cli.errors import UsageError
 from lightrlhf.storage.checkpoint import checkpoints
 from lightrlhf.storage.curves import Curve, smooth
 from lightrlhf.storage.destinations import check_output
-from lightrlhf.storage.jsonl import Row, as_jsonl, stored_settings, to_json, write_jsonl
+from lightrlhf.storage.jsonl import Row, as_jsonl, read_settings, to_json, write_jsonl
 from lightrlhf.storage.locks import lock_folder
 from lightrlhf.storage.run_dir import is_experiment_dir
 from lightrlhf.storage.shards import WHOLE, Shard
@@ -234,7 +234,7 @@ def free_name(folder: Path, name: str, files: Mapping[str, str], flags: Mapping[
     if may_be_written(name):
         return name, ""
     try:
-        earlier = stored_settings(folder / f"{name}.jsonl")
+        earlier = read_settings(folder / f"{name}.jsonl")
     except UsageError:  # there are none
         earlier = {}
     changed = [flag for flag in flags if flag in earlier and earlier[flag] != flags[flag]]

@@ -37,12 +37,12 @@ NAMED_BY_TIME = re.compile(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\dx*")
 WITHOUT_LINKS = (errno.EPERM, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL)
 
 
-def stored_arg(directory: str, key: str) -> Any:
-    """A value of `stored_args`, or None. Raises: UsageError."""
-    return stored_args(directory).get(key)
+def read_arg(directory: str, key: str) -> Any:
+    """A value of `read_args`, or None. Raises: UsageError."""
+    return read_args(directory).get(key)
 
 
-def stored_args(directory: str) -> dict[str, Any]:
+def read_args(directory: str) -> dict[str, Any]:
     """`{directory}/args.json` (for a checkpoint, of its experiment dir); empty when missing.
 
     Raises: UsageError when it cannot be read or a run's file has changed; prepared data is compared where its files
@@ -73,8 +73,8 @@ def data_dir_of(directory: str) -> str | None:
 
     Raises: UsageError when it was trained on several.
     """
-    given = stored_arg(directory, "given") or {}
-    folder = None if {"rows", "prompts", "dialogues"} & given.keys() else stored_arg(directory, "data_dir")
+    given = read_arg(directory, "given") or {}
+    folder = None if {"rows", "prompts", "dialogues"} & given.keys() else read_arg(directory, "data_dir")
     if isinstance(folder, list):
         raise UsageError(f"--data_dir is required: {directory} was trained on several, {', '.join(folder)}; give one")
     return folder
@@ -112,7 +112,7 @@ def locate(directory: str, key: str) -> str | None:
 
     Of several, the first.
     """
-    name, place = stored_arg(directory, key), stored_arg(directory, "output_dir") or stored_arg(directory, "log_dir")
+    name, place = read_arg(directory, key), read_arg(directory, "output_dir") or read_arg(directory, "log_dir")
     name = name[0] if isinstance(name, list) else name
     if name is None or Path(name).exists() or place is None or Path(place).is_absolute():
         return name
@@ -125,16 +125,16 @@ def locate(directory: str, key: str) -> str | None:
 
 def pretrained_model(experiment_dir: str) -> str:
     """The pretrained model that an experiment goes back to. Raises: UsageError when args.json has none."""
-    before = "sft_experiment_dir" if stored_arg(experiment_dir, "sft_experiment_dir") else "model_name"
+    before = "sft_experiment_dir" if read_arg(experiment_dir, "sft_experiment_dir") else "model_name"
     name = locate(experiment_dir, before)
     if name is None or name == "tiny":
         raise UsageError(f"--use_pretrained: {experiment_dir} did not start from a pretrained model")
-    return pretrained_model(name) if stored_arg(name, "program") else name
+    return pretrained_model(name) if read_arg(name, "program") else name
 
 
 def short_name(name: str) -> str:
     """Experiment name of an experiment dir, else the last part of the path."""
-    return stored_arg(name, "experiment_name") or Path(name).name
+    return read_arg(name, "experiment_name") or Path(name).name
 
 
 def labels(folders: Sequence[str]) -> dict[str, str]:
@@ -283,10 +283,10 @@ def discard_runs(folder: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def resumed_dir(resume_from: str, output_dir: str | None) -> Path:
+def find_resumed_dir(resume_from: str, output_dir: str | None) -> Path:
     """The experiment dir of `--resume_from`. Raises: UsageError when `--output_dir` was given and is another one."""
     is_other = output_dir and Path(output_dir).resolve() != Path(resume_from).resolve()
-    if is_other and output_dir != stored_arg(resume_from, "output_dir"):  # else the run has moved since
+    if is_other and output_dir != read_arg(resume_from, "output_dir"):  # else the run has moved since
         raise UsageError(f"--output_dir {output_dir}: a resumed run goes on in {resume_from}; leave it out")
     return Path(resume_from)
 

@@ -37,8 +37,8 @@ def host() -> str:
 
 def temporary_path(path: Path) -> Path:
     """A new name next to `path`, to write and then rename; leftovers of killed processes for `path` are removed."""
-    remove_left(path.parent, re.escape(_shortened(path.name)))
-    return path.with_name(f".{_shortened(path.name)}.{new_mark()}.partial")
+    remove_left(path.parent, re.escape(_shorten(path.name)))
+    return path.with_name(f".{_shorten(path.name)}.{new_mark()}.partial")
 
 
 def create(path: Path) -> None:
@@ -51,11 +51,11 @@ def remove_left(folder: Path, names: str = ".+", of_any_host: bool = False) -> N
 
     of_any_host: for a caller whose lock says that no other process, wherever it runs, writes them now.
     """
-    for path in left(folder, rf"\.(?:{names})\.", r"\.partial", of_any_host):
+    for path in find_left(folder, rf"\.(?:{names})\.", r"\.partial", of_any_host):
         remove(path)
 
 
-def left(folder: Path, before: str, after: str = "", of_any_host: bool = False) -> list[Path]:
+def find_left(folder: Path, before: str, after: str = "", of_any_host: bool = False) -> list[Path]:
     """Entries of a folder named by a process that has ended; before, after: regular expressions around the mark."""
     if os.name == "nt":  # there is no way to see whether a process lives
         return []
@@ -97,5 +97,5 @@ def _has_ended(mark: str, process: int) -> bool:
     return False
 
 
-def _shortened(name: str) -> str:
+def _shorten(name: str) -> str:
     return os.fsencode(name)[:LONGEST].decode("utf-8", errors="ignore")

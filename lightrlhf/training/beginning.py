@@ -20,7 +20,7 @@ from lightrlhf.cli.errors import UsageError
 from lightrlhf.cli.groups import StartArgs, TrainArgs
 from lightrlhf.cli.parser import to_dict
 from lightrlhf.storage.curves import NO_SETTINGS
-from lightrlhf.training.sources import RESTORE, changed_source, sources_of
+from lightrlhf.training.sources import RESTORE, find_changed_source, sources_of
 
 PER_RANK = ("mini_batch_size", "rollout_size")  # flags that count rows of a step on each rank
 SAME = ("seed", "data_weights", "num_generations", "env", "env_options", "levels", "stages")
@@ -30,7 +30,7 @@ FREE = {*NO_SETTINGS, "max_steps", "epochs", "devices", "num_nodes", "log_interv
 class Beginning:
     """The values of `began` in `args.json`; each is compared with the resumed run's when it is fixed.
 
-    ranks: the number of data-parallel ranks; given: objects that the program was called with, as `given_objects`
+    ranks: the number of data-parallel ranks; given: objects that the program was called with, as `describe_given`
     describes them; before: `args.json` of the run that is resumed.
     Raises: UsageError naming the flag and the remedy, when a value differs.
     """
@@ -41,13 +41,13 @@ class Beginning:
         self.args, self.ranks, self.given, self.before = args, ranks, given, before or {}
         self.values: dict[str, Any] = {}
         self.sources = sources_of(args, given)
-        if before and (changed := changed_source(before["began"]["sources"], self.sources)):
+        if before and (changed := find_changed_source(before["began"]["sources"], self.sources)):
             raise UsageError(self.refusal(*changed))
         flags = to_dict(args)
         for name in PER_RANK:
             if (value := flags.get(name)) is not None:
                 words = f"--{name} {value} on {ranks} rank{'s' * (ranks > 1)} is"
-                self.fix(name, value * ranks, words, self._scaled(name))
+                self.fix(name, value * ranks, words, self._find_remedy(name))
         for name in SAME:
             if name in flags:
                 self.fix(name, flags[name], f"--{name} is")
@@ -57,7 +57,7 @@ class Beginning:
         before = self.before.get("began", {}).get(name, value)
         if before != value:
             is_flag = name in (*PER_RANK, *SAME)
-            changed = "" if is_flag else self._changed()
+            changed = "" if is_flag else self._list_changes()
             remedy = remedy or ("" if is_flag or changed else RESTORE)
             raise UsageError(self.refusal(f"{words} {value}, and was {before} when the run began{changed}", remedy))
         self.values[name] = value
@@ -68,7 +68,7 @@ class Beginning:
         self.fix("rows", f"{len(rows)} rows" if is_given else describe_rows(rows), f"the content of {source} is")
         self.fix("rows_of_a_step", batch_size * self.ranks, "the number of rows of a step is")
 
-    def noted(self) -> dict[str, Any]:
+    def as_stored(self) -> dict[str, Any]:
         """The values for `args.json`, once all models are loaded and the hub's are in its cache."""
         now = self.sources if all(one["files"] for one in self.sources.values()) else sources_of(self.args, self.given)
         sources = {flag: one if one["files"] else now[flag] for flag, one in self.sources.items()}
@@ -81,11 +81,11 @@ class Beginning:
         remedy = remedy or f"go on as it began by --resume_from {run} alone"
         return f"--resume_from {run}: {problem}; {remedy}, or begin a new run from its weights by {flag} {run}"
 
-    def _scaled(self, name: str) -> str:
+    def _find_remedy(self, name: str) -> str:
         before = self.before.get("began", {}).get(name)
         return f"give --{name} {before // self.ranks}" if before and before % self.ranks == 0 else ""
 
-    def _changed(self) -> str:
+    def _list_changes(self) -> str:
         """The flags that have changed, one of which may be the reason."""
         now, known = to_dict(self.args), self.before.keys() - {*FREE, *PER_RANK}
         names = [one for one in now if one in known and self.before[one] != now[one]]

@@ -76,7 +76,7 @@ class Stage(Generic[Args]):
 
 @dataclasses.dataclass
 class Iterated(Generic[Args]):
-    """A run of an iterated program. Its methods are called within `opened`.
+    """A run of an iterated program. Its methods are called within `open`.
 
     data_dir: None where the rows were given; size: number of prompts or dialogues (`unit`) of an iteration, which
     `size_flag` sets; tokenizer: loaded when not given; work, given, rows: see `iterated_dir.open_directory`.
@@ -94,7 +94,7 @@ class Iterated(Generic[Args]):
     tokenizer: Tokenizer | None = None
 
     @contextmanager
-    def opened(self) -> Iterator[None]:
+    def open(self) -> Iterator[None]:
         """Context manager: locks the experiment dir, new or resumed; a dry run has a temporary folder.
 
         SIGTERM and SIGUSR1 end the stages, whose files a resumed run reuses. (A training run inside a stage has its own
@@ -142,7 +142,7 @@ class Iterated(Generic[Args]):
         if self.args.dry_run:
             self._do_stages(self.iteration(1, policy), stages)
             return
-        with iterated_dir.kept_if_started(self.args, self.directory):
+        with iterated_dir.keep_if_started(self.args, self.directory):
             self._evaluate(self.iteration(0, policy), evaluate)
         for number in range(1, self.args.iterations + 1):
             iteration = self.iteration(number, policy)
@@ -167,7 +167,7 @@ class Iterated(Generic[Args]):
                 break
             if is_new and only != "all":
                 break
-        self._left = self._unfinished(stages)
+        self._left = self._list_unfinished(stages)
 
     def _do_stages(self, iteration: Iteration[Args], stages: Sequence[Stage[Args]]) -> None:
         """Do stages, and log samples after the one that scores them; a dry run prints the first one instead."""
@@ -240,7 +240,7 @@ class Iterated(Generic[Args]):
             print(f"uploaded {policy} to {args.push_to_hub}")
         return self.directory
 
-    def _unfinished(self, stages: Sequence[Stage[Args]]) -> str:
+    def _list_unfinished(self, stages: Sequence[Stage[Args]]) -> str:
         """Stages and iterations that were not done, such as `rank, tokenize and train of iteration 1, iteration 2`."""
         folders = [self.iteration(number, "").folder for number in range(1, self.args.iterations + 1)]
         left = [number for number, folder in enumerate(folders, start=1) if not (folder / "policy").is_dir()]

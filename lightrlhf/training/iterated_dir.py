@@ -36,8 +36,8 @@ from lightrlhf.training.beginning import describe_rows
 from lightrlhf.training.distributed import training_device
 from lightrlhf.training.provenance import check_given
 from lightrlhf.training.resume import read_checkpoint
-from lightrlhf.training.sources import RESTORE, changed_source, sources_of
-from lightrlhf.training.summary import describe_device, describe_model, lines, planned_results
+from lightrlhf.training.sources import RESTORE, find_changed_source, sources_of
+from lightrlhf.training.summary import describe_device, describe_model, describe_results, lines
 
 NO_EFFECT = ("save_minutes", "save_interval", "keep_last", "log_interval")  # any value gives the same models
 FREE = (
@@ -172,7 +172,7 @@ def print_banner(args: IteratedArgs, data: str, work: str, directory: Path) -> N
         "data": data,
         "device": describe_device(find_device(args.accelerator), args, args.devices),
         "iterations": f"{args.iterations} of {work}" + (f"; resumes at iteration {done + 1}" if done else ""),
-        "results": planned_results(args, directory) if args.dry_run else str(directory),
+        "results": describe_results(args, directory) if args.dry_run else str(directory),
     }
     print(lines(fields), flush=True)
 
@@ -182,7 +182,7 @@ def _check_resumed(
     args: IteratedArgs, program: str, given: Mapping[str, str], source: str, directory: Path, rows: Sequence[Any] | None
 ) -> str:
     """The initial policy of a run. Raises: UsageError when these flags, objects, rows or sources do not continue it."""
-    stored = run_dir.stored_args(str(directory))
+    stored = run_dir.read_args(str(directory))
     if stored.get("program") != program:
         raise UsageError(f"{source} is a run of {stored.get('program')}, not of {program}")
     flags = flags_of(stored)
@@ -198,7 +198,7 @@ def _check_resumed(
     remedy = f"{RESTORE}, or start a new run from one of its policies"
     if rows is not None and before["rows"] not in (None, now):  # a stage that reads no rows noted none
         raise UsageError(f"{source}: the content of {args.data_dir} is {now}, and was {before['rows']}; {remedy}")
-    if found := changed_source(before["sources"], sources_of(args, given, str(stored["initial"]))):
+    if found := find_changed_source(before["sources"], sources_of(args, given, str(stored["initial"]))):
         problem, own = found
         raise UsageError(f"{source}: {problem}; {own or RESTORE}, or start a new run from one of its policies")
     return str(stored["initial"])
@@ -221,7 +221,7 @@ def reopen_damaged_policy(directory: Path) -> None:
 
 
 @contextmanager
-def kept_if_started(args: IteratedArgs, directory: Path) -> Iterator[None]:
+def keep_if_started(args: IteratedArgs, directory: Path) -> Iterator[None]:
     """Context manager: link an experiment dir as `latest`. If its first step is refused, a new one, which holds
     only its arguments, is removed, and the previous link is restored."""
     link = directory.with_name(LATEST)

@@ -125,7 +125,7 @@ class MetricLog:
         if self.dry:
             self.dry.log({name: float(value) for name, value in metrics.items()}, self.progress.seconds)
         elif self.ranks.is_first:
-            with self.timed():
+            with self.time_writing():
                 self._write(metrics)
         self._compare(metrics)
 
@@ -187,7 +187,7 @@ class MetricLog:
             self._logger.log_texts(name, rows, step)
 
     @contextmanager
-    def timed(self) -> Iterator[None]:
+    def time_writing(self) -> Iterator[None]:
         """Time what is written to logs; `time/logging` is its sum since the row of metrics before."""
         started = time.perf_counter()
         try:

@@ -17,7 +17,7 @@ from lightrlhf.cli.errors import UsageError
 from lightrlhf.cli.hub import is_gguf, is_on_hub
 from lightrlhf.gguf.files import describe_file
 from lightrlhf.storage.hub import shorten_paths
-from lightrlhf.storage.run_dir import locate, stored_arg, stored_args
+from lightrlhf.storage.run_dir import locate, read_arg, read_args
 from lightrlhf.training.provenance import versions
 
 STARTS = ("sft_experiment_dir", "model_name")  # flags of the model that a run starts from, the later stage first
@@ -97,7 +97,7 @@ def lineage(args: Mapping[str, Any]) -> list[tuple[str, str]]:
             return [(name, describe_file(name))]
     elif not is_on_hub(name):
         with suppress(UsageError):
-            if before := stored_args(name):
+            if before := read_args(name):
                 flag = next((flag for flag in STARTS if before.get(flag)), None)
                 data = f" on {quote(before['data_dir'])}" if before.get("data_dir") else ""
                 line = f"{quote(name)}, by `lightrlhf.{before.get('program')}`{data}"
@@ -127,7 +127,7 @@ def hub_datasets(folders: Any) -> list[str]:
     found = []
     for folder in folders if isinstance(folders, list) else [folders] if folders else []:
         with suppress(UsageError):
-            name = stored_arg(folder, "dataset_name")
+            name = read_arg(folder, "dataset_name")
             if isinstance(name, str) and is_on_hub(name):
                 found.append(name)
     return found

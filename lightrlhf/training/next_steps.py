@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from lightrlhf.storage.run_dir import locate, stored_arg
+from lightrlhf.storage.run_dir import locate, read_arg
 
 WIDTH = 18  # of what a command does
 
@@ -38,10 +38,10 @@ def next_steps(program: str, directory: str) -> dict[str, str]:
     has_prompts = bool(splits & {"prompts_test", "finetune_test"})
     curves = {"draw its curves": f"plot {run}"}
     if program == "reflect_rl":
-        return {"measure it": f"evaluate_env {run} --env {stored_arg(directory, 'env')}", **curves}
+        return {"measure it": f"evaluate_env {run} --env {read_arg(directory, 'env')}", **curves}
     if program == "rm":
-        flag = "sft_experiment_dir" if stored_arg(directory, "sft_experiment_dir") else "model_name"
-        start = f"--{flag} {shlex.quote(str(stored_arg(directory, flag)))}"
+        flag = "sft_experiment_dir" if read_arg(directory, "sft_experiment_dir") else "model_name"
+        start = f"--{flag} {shlex.quote(str(read_arg(directory, flag)))}"
         ppo = f"ppo --data_dir {shlex.quote(str(data))} {start} --rm_experiment_dir {run}"
         steps = {"train with it": ppo} if has_prompts else {}
         return steps | ({"measure it": f"evaluate {run}"} if "preference_test" in splits else {}) | curves

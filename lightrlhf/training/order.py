@@ -43,10 +43,10 @@ class Order:
         """
         self.began.fix_rows(rows, batch_size, " + ".join(self.data_dirs))
         self.num_rows, self.batch_size = len(rows), batch_size
-        self.planned_steps = self._limited(math.ceil(len(rows) / (batch_size * self.ranks.world_size)))
+        self.planned_steps = self._limit(math.ceil(len(rows) / (batch_size * self.ranks.world_size)))
         return self.planned_steps
 
-    def _limited(self, per_epoch: int) -> int:
+    def _limit(self, per_epoch: int) -> int:
         """Number of steps by `--epochs` and `--max_steps`."""
         epochs, max_steps = self.args.epochs, self.args.max_steps
         if epochs is None or max_steps is None:

@@ -45,7 +45,7 @@ def git_commit() -> str | None:
     return done.stdout.strip() or None
 
 
-def given_objects(**objects: Any) -> dict[str, str]:
+def describe_given(**objects: Any) -> dict[str, str]:
     """Objects given to `train` instead of flags, for `args.json`: name -> kind and hash; None objects are left out.
 
     Models are hashed by their weights, rows by their values, tokenizers by their vocabulary and chat template.

@@ -90,7 +90,7 @@ def score_shard(
     over these rows in micro-batches draws it, and without using up random numbers.
     """
     logps = torch.zeros(sides, len(rows), device=run.device)
-    with replayed_dropout(run.device) if dropout else inference(model):
+    with replay_dropout(run.device) if dropout else inference(model):
         for index in run.ranks.pad_passes(micro_batch_indices(rows, run.args.micro_batch_size)):
             batch = collate([rows[i] for i in index]).to(run.device)
             with run.autocast():
@@ -102,7 +102,7 @@ def score_shard(
 
 
 @contextmanager
-def replayed_dropout(device: torch.device) -> Iterator[None]:
+def replay_dropout(device: torch.device) -> Iterator[None]:
     """Context manager: no gradients; restores the random state on exit, for later passes to repeat."""
     with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
         yield

@@ -127,7 +127,7 @@ def without_stored(learned: Learned, folder: Path) -> tuple[Learned, dict[str, d
 
     Weights are found by their bits, for transformers and peft save them under other names than parameters have.
     """
-    stored, known = stored_weights(folder), defaultdict(list)
+    stored, known = read_weights(folder), defaultdict(list)
     for key, tensor in stored.items():
         known[_glimpse(tensor)].append(key)
     places: dict[str, dict[str, str]] = {learner: {} for learner in learned}
@@ -146,12 +146,12 @@ def with_stored(learned: Learned, places: dict[str, dict[str, str]], folder: Pat
 
     Raises: KeyError when these do not have one of them.
     """
-    stored = stored_weights(folder) if any(places.values()) else {}
+    stored = read_weights(folder) if any(places.values()) else {}
     found = {of: {name: stored[key] for name, key in keys.items()} for of, keys in places.items()}
     return {learner: {**found.get(learner, {}), **weights} for learner, weights in learned.items()}
 
 
-def stored_weights(folder: Path) -> dict[str, Tensor]:
+def read_weights(folder: Path) -> dict[str, Tensor]:
     """The weights in the safetensors files of a folder by their names there, memory-mapped."""
     from safetensors.torch import load_file
 

@@ -54,7 +54,7 @@ def log_rollouts(
 @contextmanager
 def writing_rollouts(run: Run[Any]) -> Iterator[None]:
     """Context manager around making and writing the rows of a step: its phase, with its time counted as logging."""
-    with run.phase("writing of rollouts"), run.metric_log.timed():
+    with run.phase("writing of rollouts"), run.metric_log.time_writing():
         yield
 
 
@@ -132,7 +132,7 @@ def log_samples(run: Run[Any], rows: Sequence[Row], split: str = "validation") -
     Raises: RunFailure when the file cannot be written.
     """
     if run.ranks.is_first and rows and not run.dry:
-        with run.metric_log.timed():
+        with run.metric_log.time_writing():
             _append(run, SAMPLES, run.step, [{"split": split, **row} for row in rows])
 
 
@@ -191,18 +191,18 @@ def rollout_row(
         "prompt_ids": list(prompt_ids),
         "response_ids": list(response_ids),
         "mask": [1] * len(response_ids) if mask is None else list(mask),
-        "log_ratio": _rounded_row(log_ratio),
-        "advantages": _rounded_row(advantages),
-        "values": _rounded_row(values),
-        "score": rounded(score),
-        "rewards": {name: rounded(reward) for name, reward in (rewards or {}).items()},
-        "audit": rounded(audit),
+        "log_ratio": _round_row(log_ratio),
+        "advantages": _round_row(advantages),
+        "values": _round_row(values),
+        "score": round_number(score),
+        "rewards": {name: round_number(reward) for name, reward in (rewards or {}).items()},
+        "audit": round_number(audit),
         "truncated": truncated,
         "columns": {name: value for name, value in (columns or {}).items() if _is_small(value)},
     }
 
 
-def rounded(value: float | None) -> float | None:
+def round_number(value: float | None) -> float | None:
     """A number to `DIGITS` significant digits; None for one that is not finite, which JSON cannot hold."""
     if value is None or not math.isfinite(value):
         return None
@@ -210,8 +210,8 @@ def rounded(value: float | None) -> float | None:
     return int(number) if number.is_integer() else number
 
 
-def _rounded_row(values: Sequence[float] | None) -> list[float | None] | None:
-    return None if values is None else [rounded(value) for value in values]
+def _round_row(values: Sequence[float] | None) -> list[float | None] | None:
+    return None if values is None else [round_number(value) for value in values]
 
 
 def _is_small(value: Any) -> bool:

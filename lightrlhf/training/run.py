@@ -46,8 +46,8 @@ class Run(Generic[AnyArgs]):
     """One training run: its experiment dir, logs, learners and checkpoints; how it stops and resumes.
 
     on_step: called with the step and its metrics wherever they are logged, on the first rank; see `call_on_step`. It
-    may raise `StopTraining`. given: objects that `train` was called with (see `given_objects`); a resumed run needs the
-    same.
+    may raise `StopTraining`. given: objects that `train` was called with (see `describe_given`), the same for a
+    resumed run.
     data: path whose last two parts name the experiment dir; `--data_dir` when not given, of several the first one's
     parent and the names joined by +.
     Raises: UsageError when the experiment dir cannot be written, or there is nothing to resume from.
@@ -127,7 +127,7 @@ class Run(Generic[AnyArgs]):
         if not self.dry:
             self.files.open(self.order.began, self.best, self.step)
             if self.ranks.is_first:
-                self.metric_log.open(self.files.directory, self.files.described(), self.files.writing)
+                self.metric_log.open(self.files.directory, self.files.describe(), self.files.writing)
         parts = (self.learners.parameters, self.order, self.progress, self.best)
         self.print0(run_banner(self.args, self.given, *parts, self.files.directory))
         if self.resumed:  # after loading, which may draw numbers

@@ -33,12 +33,12 @@ from lightrlhf.storage.locks import Lock, lock_folder
 from lightrlhf.storage.run_dir import (
     check_parent,
     check_vacant,
+    find_resumed_dir,
     is_stage,
     link_latest,
     make_parent,
     new_run_dir,
-    resumed_dir,
-    stored_args,
+    read_args,
 )
 from lightrlhf.storage.seals import seal
 from lightrlhf.storage.temporary import remove_left
@@ -78,7 +78,7 @@ class RunFiles:
     def _choose(self) -> Path:
         args, make = self.args, check_parent if self.args.dry_run else make_parent
         if args.resume_from:
-            return resumed_dir(args.resume_from, args.output_dir)
+            return find_resumed_dir(args.resume_from, args.output_dir)
         if args.output_dir:
             if Path(args.output_dir).is_dir():
                 check_vacant(Path(args.output_dir))
@@ -107,7 +107,7 @@ class RunFiles:
 
     def _read_state(self, folder: Path) -> tuple[Beginning, dict[str, Any]]:
         state, damaged = read_state(folder, self.program, self.given)
-        before, note = stored_args(str(folder)), self.ranks.print0
+        before, note = read_args(str(folder)), self.ranks.print0
         began = Beginning(self.args, self.ranks.world_size, self.given, before)
         self._damaged = [checkpoint for checkpoint, _ in damaged]
         for checkpoint, problem in damaged:
@@ -149,7 +149,7 @@ class RunFiles:
         if self.args.output_dir:
             check_vacant(self.directory)  # another run may have come first
         note_run(self.directory)
-        stored = {**self.described(), "began": began.noted()}
+        stored = {**self.describe(), "began": began.as_stored()}
         write_text(self.directory / "args.json", json.dumps(stored, indent=1))
         seal(self.directory, ["args.json"])
 
@@ -168,7 +168,7 @@ class RunFiles:
                     f"note: the best checkpoint, {lost}, was deleted; there is none until a better one is saved"
                 )
 
-    def described(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, Any]:
         """The arguments with the program, the versions of its packages and the given objects."""
         described = {**to_dict(self.args), "program": self.program, "versions": versions()}
         return described | {"git_commit": git_commit()} | ({"given": self.given} if self.given else {})

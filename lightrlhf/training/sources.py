@@ -47,7 +47,7 @@ Source = dict[str, Any]  # `name` as given, `folder` (what it meant; of models a
 def sources_of(args: TrainArgs, given: Mapping[str, str], start: str | None = None) -> dict[str, Source]:
     """The sources that a run's flags name, by flag.
 
-    given: objects that the program was called with, as `given_objects` describes them; start: the folder to which the
+    given: objects that the program was called with, as `describe_given` describes them; start: the folder to which the
     flag of the starting model resolved when the run began, if the program keeps using it.
     Raises: UsageError when a model cannot be read.
     """
@@ -75,7 +75,7 @@ def sources_of(args: TrainArgs, given: Mapping[str, str], start: str | None = No
     return found
 
 
-def changed_source(before: Mapping[str, Source], now: Mapping[str, Source]) -> tuple[str, str] | None:
+def find_changed_source(before: Mapping[str, Source], now: Mapping[str, Source]) -> tuple[str, str] | None:
     """A description of the first source that has changed since the run began, and the remedy."""
     for flag in sorted(before.keys() | now.keys()):
         one, other = before.get(flag), now.get(flag)

@@ -18,7 +18,7 @@ from lightrlhf.models.names import starting_model
 from lightrlhf.models.probes import check_positions, check_room, enable_packing
 from lightrlhf.models.roles import Policy, ScalarModel, vocabulary_size
 from lightrlhf.models.tokenizer import load_tokenizer
-from lightrlhf.training.provenance import given_objects
+from lightrlhf.training.provenance import describe_given
 from lightrlhf.training.run import OnStep, Run
 
 DATA = ("rows", "prompts", "dialogues")  # names of given data
@@ -59,7 +59,7 @@ def begin(
     name = next((name for name in DATA if given.get(name) is not None), None)
     if name is None:
         check_data_dir(args)
-    described = given_objects(**given)
+    described = describe_given(**given)
     data_dir = args.data_dir if name is None else None
     tokenizer = load_tokenizer(data_dir, starting_model(args)[0], given["tokenizer"], args.verify)
     with validation_needed_unless("--eval_interval"):

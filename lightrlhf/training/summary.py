@@ -61,7 +61,7 @@ def run_banner(
         "data": order.data if order.ends else f"{order.data}, {order.num_rows:,} rows",  # several sets have theirs
         "device": describe_device(ranks.device, args, ranks.num_processes),
         "steps": describe_steps(progress.num_steps, order.batch_size, ranks.world_size, samples, resumed_at),
-        "results": planned_results(args, directory) if args.dry_run else str(directory),
+        "results": describe_results(args, directory) if args.dry_run else str(directory),
     }
     own = ("model", "steps") if is_stage(directory) else fields
     text = lines({name: fields[name] for name in own})
@@ -73,7 +73,7 @@ def run_banner(
     return text
 
 
-def planned_results(args: TrainArgs, place: Path) -> str:
+def describe_results(args: TrainArgs, place: Path) -> str:
     """The line on results in a dry run; place: the experiment dir that there is not, or the folder above it."""
     return f"nothing is written in a dry run; else {'' if args.output_dir else 'below '}{place}"
 

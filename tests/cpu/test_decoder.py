@@ -222,8 +222,8 @@ def test_the_trial_of_an_architecture_finds_a_decoder_that_differs(is_right, mon
         expected = generate(policy, PROMPTS, args, [], noise(), 4)
     policy.sampled = False
     if not is_right:
-        rotated = decoder.PackedDecoder._rotated
-        monkeypatch.setattr(decoder.PackedDecoder, "_rotated", lambda *given: 2 * rotated(*given))
+        rotated = decoder.PackedDecoder._rotate
+        monkeypatch.setattr(decoder.PackedDecoder, "_rotate", lambda *given: 2 * rotated(*given))
     found = generate(policy, PROMPTS, args, [], noise(), 4)
     for one, other in zip(found.logprobs, expected.logprobs, strict=True):
         torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)

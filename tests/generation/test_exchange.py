@@ -123,7 +123,7 @@ def test_trainers_that_start_at_once_keep_their_folders(tmp_path):
 
 def test_a_folder_that_is_not_locked_yet_is_left_to_its_living_trainer(tmp_path, monkeypatch):
     """Another trainer starts between the moments in which this one makes its folder and locks it."""
-    acquired = locks._acquired
+    acquired = locks._acquire
 
     def slowly(path: Path, what: str, wait: bool) -> int | None:
         path.touch()
@@ -131,7 +131,7 @@ def test_a_folder_that_is_not_locked_yet_is_left_to_its_living_trainer(tmp_path,
         subprocess.run([sys.executable, "-c", STARTED, str(tmp_path)], env=environment(), cwd=ROOT, check=True)
         return acquired(path, what, wait)
 
-    monkeypatch.setattr(locks, "_acquired", slowly)
+    monkeypatch.setattr(locks, "_acquire", slowly)
     made = Exchange(tmp_path)
     assert made.folder.is_dir() and (made.folder / locks.LOCK).is_file()
 

@@ -149,7 +149,7 @@ def test_without_a_reference_the_first_rollout_is_compared_with_a_forward_pass(m
     sampler = run.sampler()
     sampler.reference = None
     scored = []
-    monkeypatch.setattr(rollout_sampler, "unsharded", lambda module: nullcontext())
+    monkeypatch.setattr(rollout_sampler, "gather_shards", lambda module: nullcontext())
 
     def score(model, batch, temperature, size):
         scored.append(batch)

@@ -4,7 +4,7 @@ import torch
 
 from lightrlhf.data.batch import Rollout, response_batch
 from lightrlhf.data.scores import Scores
-from lightrlhf.maths.groups import group_advantages, group_moments, standardised
+from lightrlhf.maths.groups import group_advantages, group_moments, standardise
 
 EOS = 1
 
@@ -37,4 +37,4 @@ def scores_of(values: list[float]) -> Scores:
 def advantages_of(returns: torch.Tensor, size: int) -> torch.Tensor:
     """Standardised advantages (N,) in groups of adjacent returns."""
     group = torch.arange(len(returns)) // size
-    return group_advantages(returns, group_moments(returns, group, len(returns) // size), standardised)
+    return group_advantages(returns, group_moments(returns, group, len(returns) // size), standardise)

@@ -9,11 +9,11 @@ import torch
 from lightrlhf.maths.groups import (
     ADVANTAGES,
     EPS,
-    centred,
+    centre,
     group_advantages,
     group_moments,
     raw,
-    standardised,
+    standardise,
     table_advantages,
 )
 
@@ -86,14 +86,14 @@ def test_no_score_at_all_is_no_advantage():
 def test_an_unscored_row_is_in_no_baseline():
     scores, group = torch.tensor([1.0, 0.0, math.nan]), torch.tensor([0, 0, 0])
     moments = group_moments(scores, group, 1)
-    assert group_advantages(scores, moments, centred).tolist() == [0.5, -0.5, 0.0]
+    assert group_advantages(scores, moments, centre).tolist() == [0.5, -0.5, 0.0]
     assert moments.size.tolist() == [2.0, 2.0, 2.0]
 
 
 def test_a_single_response_has_no_baseline_but_may_have_a_return():
     scores = torch.tensor([2.0, 3.0])
     moments = group_moments(scores, torch.tensor([0, 1]), 2)
-    assert group_advantages(scores, moments, standardised).tolist() == [0.0, 0.0]
+    assert group_advantages(scores, moments, standardise).tolist() == [0.0, 0.0]
     assert group_advantages(scores, moments, raw).tolist() == [2.0, 3.0]
 
 

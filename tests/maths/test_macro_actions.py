@@ -27,8 +27,8 @@ def masks():
 
 def cuts(mask, seed):
     generator = torch.Generator().manual_seed(seed)
-    yield from (macro.fixed(mask, n) for n in (0, 1, 2, 5))
-    yield macro.randomized(mask, torch.rand(len(mask), 8, generator=generator))
+    yield from (macro.fixed_segments(mask, n) for n in (0, 1, 2, 5))
+    yield macro.random_segments(mask, torch.rand(len(mask), 8, generator=generator))
     yield macro.perplexity(mask, torch.randn(mask.shape, generator=generator))
 
 
@@ -44,7 +44,7 @@ def test_reduce_and_broadcast_are_adjoint(mask, seed):
 
 
 def test_fixed_by_hand():
-    assert macro.fixed(MASK, 3).tolist() == [
+    assert macro.fixed_segments(MASK, 3).tolist() == [
         [-1, -1, 0, 0, 0, 1, 1, 1, 2, -1],
         [-1, 0, -1, -1, -1, -1, -1, -1, -1, -1],
         [-1] * 10,
@@ -53,19 +53,19 @@ def test_fixed_by_hand():
 
 
 def test_the_whole_response_is_one_segment_a_row():
-    assert macro.fixed(MASK, 0).amax(1).tolist() == [0, 0, -1, 0]
+    assert macro.fixed_segments(MASK, 0).amax(1).tolist() == [0, 0, -1, 0]
 
 
 def test_randomized_by_hand():
     noise = torch.tensor([[0.9, 0.1, 0.5, 0.7]]).expand(4, -1)  # the order 3, 5, 10, 2
-    assert macro.randomized(MASK, noise)[0].tolist() == [-1, -1, 0, 0, 0, 1, 1, 1, 1, -1]
+    assert macro.random_segments(MASK, noise)[0].tolist() == [-1, -1, 0, 0, 0, 1, 1, 1, 1, -1]
     long = torch.ones(1, 23, dtype=torch.bool)
-    assert macro.randomized(long, noise[:1])[0].bincount().tolist() == [3, 5, 10, 2, 3]  # the rest is one more
+    assert macro.random_segments(long, noise[:1])[0].bincount().tolist() == [3, 5, 10, 2, 3]  # the rest is one more
 
 
 def test_randomized_rows_have_orders_of_their_own():
     long = torch.ones(16, 60, dtype=torch.bool)
-    rows = macro.randomized(long, torch.rand(16, 12, generator=torch.Generator().manual_seed(0)))
+    rows = macro.random_segments(long, torch.rand(16, 12, generator=torch.Generator().manual_seed(0)))
     assert len({tuple(row.tolist()) for row in rows}) > 10
 
 
@@ -78,7 +78,7 @@ def test_perplexity_by_hand():
 
 def test_value_functions_by_hand():
     values = torch.arange(10.0).expand(4, -1)
-    segments = macro.fixed(MASK, 3)  # row 0: tokens 2 3 4 | 5 6 7 | 8; row 3: 1 2 5 | 6 7
+    segments = macro.fixed_segments(MASK, 3)  # row 0: tokens 2 3 4 | 5 6 7 | 8; row 3: 1 2 5 | 6 7
     assert macro.value_equal(values, segments)[0].tolist() == [3, 6, 8]
     assert macro.value_equal(values, segments)[3].tolist() == pytest.approx([8 / 3, 6.5, 0])
     assert macro.value_unit(values, segments)[0].tolist() == [4, 7, 8]
@@ -91,7 +91,7 @@ def test_value_functions_by_hand():
 
 def test_a_segments_reward_is_summed_and_discounted_within():
     rewards = torch.ones(4, 10)
-    found = macro.discounted_sum(rewards, macro.fixed(MASK, 3), 0.5)
+    found = macro.discounted_sum(rewards, macro.fixed_segments(MASK, 3), 0.5)
     assert found[0].tolist() == [1.75, 1.75, 1]
     assert found[2].tolist() == [0, 0, 0]
 
@@ -119,15 +119,15 @@ def test_segments_tile_a_response_in_order_and_keep_sums_constants_and_bounds(ma
 @settings(max_examples=40)
 @given(masks(), st.integers(0, 6), st.integers(0, 4), st.integers(0, 4))
 def test_segments_ignore_padding(mask, n, left, right):
-    wide = macro.fixed(torch.nn.functional.pad(mask, (left, right), value=False), n)
-    assert torch.equal(wide[:, left : left + 12], macro.fixed(mask, n))
+    wide = macro.fixed_segments(torch.nn.functional.pad(mask, (left, right), value=False), n)
+    assert torch.equal(wide[:, left : left + 12], macro.fixed_segments(mask, n))
 
 
 @pytest.mark.parametrize("value_function", macro.VALUE_FUNCTIONS)
 def test_one_token_a_segment_is_token_gae_bitwise(value_function):
     generator = torch.Generator().manual_seed(1)
     rewards, values = (torch.randn(MASK.shape, generator=generator) * MASK for _ in range(2))
-    segments = macro.fixed(MASK, 1)
+    segments = macro.fixed_segments(MASK, 1)
     reduced = macro.VALUE_FUNCTIONS[value_function](values, segments)
     found = gae(macro.discounted_sum(rewards, segments, 0.97), reduced, macro.segment_mask(segments), 0.97, 0.9)
     for ours, expected in zip(found, gae(rewards, values, MASK, 0.97, 0.9)):
@@ -139,7 +139,7 @@ def test_macro_gae_follows_the_papers_equations():
     gamma, lambd, n = 0.9, 0.8, 3
     generator = torch.Generator().manual_seed(2)
     rewards, values = (torch.randn(MASK.shape, generator=generator, dtype=torch.float64) * MASK for _ in range(2))
-    segments = macro.fixed(MASK, n)
+    segments = macro.fixed_segments(MASK, n)
     macro_rewards = macro.discounted_sum(rewards, segments, gamma)
     macro_values = macro.value_equal(values, segments)
     advantages, returns = gae(macro_rewards, macro_values, macro.segment_mask(segments), gamma, lambd)

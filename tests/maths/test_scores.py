@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from lightrlhf.maths.bootstrap import bootstrap_interval, resampled
+from lightrlhf.maths.bootstrap import bootstrap_interval, resample
 from lightrlhf.maths.length_control import length_controlled, length_controlled_win_rate
 from lightrlhf.maths.ops import share_interval, wilson_interval
 from lightrlhf.maths.passes import pass_at_k
@@ -220,7 +220,7 @@ def test_length_control_takes_out_what_length_explains():
 
 
 def test_verdicts_on_one_prompt_are_drawn_together():
-    weights = resampled(["a", "b", "a", "c"], seed=0)
+    weights = resample(["a", "b", "a", "c"], seed=0)
     assert weights.shape == (1001, 4) and weights[0].tolist() == [1, 1, 1, 1]
     assert torch.equal(weights[:, 0], weights[:, 2])
     assert (weights[1:, 0] + weights[1:, 1] + weights[1:, 3]).tolist() == [3] * 1000

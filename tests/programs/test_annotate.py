@@ -11,7 +11,7 @@ from helpers import CPU, last_checkpoint, save_model
 from helpers.errors import refused
 from safetensors.torch import load_file, save_file
 
-from lightrlhf.annotate import choose, main, penalised
+from lightrlhf.annotate import choose, main, penalize_lengths
 from lightrlhf.cli.groups import ModelArgs
 from lightrlhf.data.splits import load_split
 from lightrlhf.data.tokens import encode_prompt, encode_response, pair_prompt
@@ -245,7 +245,7 @@ def test_max_random_is_the_best_against_truly_any_other_and_random_is_any_two():
 
 
 def test_a_length_penalty_decides_the_pair_and_its_order():
-    scores = penalised([1.0, 0.9, 0.5, None], [10, 2, 1, 5], 0.1)
+    scores = penalize_lengths([1.0, 0.9, 0.5, None], [10, 2, 1, 5], 0.1)
     assert scores[:3] == pytest.approx([0.0, 0.7, 0.4]) and scores[3] is None
     assert choose(scores, "max_min_p", random.Random(0)) == (1, 0)
 

@@ -349,7 +349,7 @@ def test_output_files(case, tmp_path, capsys, base_model, monkeypatch):
 
 
 def test_args_json_of_runs(case, tmp_path, capsys, base_model, cafe_data):
-    from lightrlhf.storage.run_dir import stored_arg
+    from lightrlhf.storage.run_dir import read_arg
 
     deep = b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
     contents = {"a list": b"[]", "a number": b"7", "a text": b'"dpo"', "null": b"null", "empty": b"", "deep": deep,
@@ -358,7 +358,7 @@ def test_args_json_of_runs(case, tmp_path, capsys, base_model, cafe_data):
     (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 1, "train/loss": 1.0}\n')
     for name, content in contents.items():
         (tmp_path / "run" / "args.json").write_bytes(content)
-        held, seen = refusal(lambda: stored_arg(str(tmp_path / "run"), "seed"), capsys)
+        held, seen = refusal(lambda: read_arg(str(tmp_path / "run"), "seed"), capsys)
         case(f"args.json, {name}", held and "args.json" in seen, seen[-80:])
         for program, words in {
             "evaluate": ("--model_name", tmp_path / "run", "--data_dir", cafe_data),

@@ -14,7 +14,7 @@ from helpers.errors import refused
 from helpers.servers import Scripted
 
 from lightrlhf import evaluate, evaluate_env, reflect_rl
-from lightrlhf.evaluate_env import acting_args, named_command
+from lightrlhf.evaluate_env import acting_args, find_command
 from lightrlhf.maths.ops import wilson_interval
 
 ENV = ["--env", "helpers.corridor:Corridor"]
@@ -122,7 +122,7 @@ def test_a_language_model_at_a_server_acts_and_may_correct_itself(texts, attempt
     ],
 )
 def test_the_command_of_a_reply(text, command):
-    assert named_command(text, ACTIONS) == command
+    assert find_command(text, ACTIONS) == command
 
 
 @pytest.mark.parametrize(

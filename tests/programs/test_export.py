@@ -248,7 +248,7 @@ def _changed(function, key, value):
 
 
 def broken_ends(monkeypatch):
-    monkeypatch.setattr(tokens, "named_ends", lambda tokenizer, model: {"eos": tokenizer.eos_token_id, "eot": 5})
+    monkeypatch.setattr(tokens, "name_ends", lambda tokenizer, model: {"eos": tokenizer.eos_token_id, "eot": 5})
 
 
 def broken_template(monkeypatch):

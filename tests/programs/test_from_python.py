@@ -282,7 +282,7 @@ def test_an_infinite_reward_is_clipped_and_trained_on(tokenizer, tmp_path):
 
 
 def test_given_rows_are_hashed_whatever_holds_them():
-    from lightrlhf.training.provenance import given_objects
+    from lightrlhf.training.provenance import describe_given
 
     class Rows:
         def __init__(self, *rows):
@@ -295,8 +295,8 @@ def test_given_rows_are_hashed_whatever_holds_them():
             return self.rows[index]
 
     one, same, other = ({"train": Rows(*rows)} for rows in (PAIRS, PAIRS, PAIRS[1:] + PAIRS[:1]))
-    assert given_objects(rows=one) == given_objects(rows=same) != given_objects(rows=Rows(*PAIRS[:3], PAIRS[0]))
-    assert given_objects(rows=Rows(*REPLIES)) != given_objects(rows=Rows(*REPLIES[:-1], {"prompt": "x"}))
+    assert describe_given(rows=one) == describe_given(rows=same) != describe_given(rows=Rows(*PAIRS[:3], PAIRS[0]))
+    assert describe_given(rows=Rows(*REPLIES)) != describe_given(rows=Rows(*REPLIES[:-1], {"prompt": "x"}))
 
 
 def test_a_run_of_given_objects_is_not_resumed_from_the_command_line(tokenizer, tmp_path, capsys):

@@ -28,7 +28,7 @@ from lightrlhf.generation.rollout import score_logprobs
 from lightrlhf.generation.rollout_metrics import rollout_metrics
 from lightrlhf.generation.rollout_sampler import RolloutSampler
 from lightrlhf.maths import macro_actions
-from lightrlhf.maths.macro_actions import fixed
+from lightrlhf.maths.macro_actions import fixed_segments
 from lightrlhf.maths.ops import gae, policy_loss, whiten
 from lightrlhf.models import packing, roles
 from lightrlhf.models.loading import load_policy, load_scalar
@@ -69,7 +69,7 @@ def ppo_batch(dtype=torch.float32) -> PPOBatch:
         values=noise[1],
         advantages=noise[2],
         returns=noise[3],
-        segments=fixed(mask, 1),
+        segments=fixed_segments(mask, 1),
     )
 
 
@@ -188,7 +188,7 @@ def test_advantages_are_whitened_over_the_rollout_not_per_response(cafe_data):
     for row, number in enumerate([5.0, -5.0, 5.0, -5.0]):
         rewards[row][rollout.action_mask[row].nonzero()[-1]] = number
     values = torch.zeros_like(rewards)
-    batch = estimate_advantages(ppo_args(cafe_data), rollout, rewards, values, fixed(rollout.action_mask, 1))
+    batch = estimate_advantages(ppo_args(cafe_data), rollout, rewards, values, fixed_segments(rollout.action_mask, 1))
     means = [float(batch.advantages[row][batch.action_mask[row]].mean()) for row in range(4)]
     assert means[0] > 0.3 and means[2] > 0.3 and means[1] < -0.3 and means[3] < -0.3
     counted = batch.advantages[batch.action_mask]
@@ -223,7 +223,7 @@ def test_a_sample_scored_nan_learns_nothing(base_model, cafe_data, tokenizer):
         rollout = rollout.masked(~scored.isnan())
         rewards = token_rewards(rollout, scored, 0.1)
         batch = estimate_advantages(
-            run.args, rollout, rewards, torch.zeros_like(rewards), fixed(rollout.action_mask, 1)
+            run.args, rollout, rewards, torch.zeros_like(rewards), fixed_segments(rollout.action_mask, 1)
         )
         assert torch.isfinite(batch.advantages).all()
         update_minibatch(run, actor, critic, batch)
@@ -504,7 +504,9 @@ def test_macro_actions_of_one_token_are_token_ppo_bitwise(cafe_data):
     rollout = rollout_of(PROMPTS, RESPONSES)
     mask = rollout.action_mask
     advantages, returns = gae(batch.returns, batch.values, mask, 1.0, 0.95)
-    found = estimate_advantages(ppo_args(cafe_data, ngram=1), rollout, batch.returns, batch.values, fixed(mask, 1))
+    found = estimate_advantages(
+        ppo_args(cafe_data, ngram=1), rollout, batch.returns, batch.values, fixed_segments(mask, 1)
+    )
     assert torch.equal(found.advantages, whiten(advantages, mask))
     assert torch.equal(found.returns, returns)
 
@@ -525,8 +527,8 @@ def test_a_constituent_of_at_most_the_cutoff_is_one_macro_action(cafe_data, toke
 @pytest.mark.slow
 @pytest.mark.parametrize("more, number", [([], 12), (["--repeat_times=1"], 4)])
 def test_each_length_comes_as_often_as_its_flag_says(more, number, cafe_data, tmp_path, monkeypatch):
-    drawn, randomized = [], macro_actions.randomized
-    monkeypatch.setattr(macro_actions, "randomized", lambda *given: drawn.append(given[1]) or randomized(*given))
+    drawn, original = [], macro_actions.random_segments
+    monkeypatch.setattr(macro_actions, "random_segments", lambda *given: drawn.append(given[1]) or original(*given))
     where = ["--data_dir", str(cafe_data), "--log_dir", str(tmp_path), "--model_name=tiny", *CPU]
     sizes = ["--rollout_size=4", "--mini_batch_size=4", "--micro_batch_size=2", "--max_new_tokens=12", "--max_steps=1"]
     reward = "--reward_function=helpers.rewards:length"

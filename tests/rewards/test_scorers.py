@@ -20,7 +20,7 @@ from lightrlhf.models.loading import load_scalar
 from lightrlhf.rewards.encoding import Encoding, Sample, same_tokenizer
 from lightrlhf.rewards.kl import AdaptiveKL, FixedKL, token_rewards
 from lightrlhf.rewards.loading import STATISTICS, reward_statistics
-from lightrlhf.rewards.scorers import FunctionScorer, ModelScorer, PairScorer, read_together, score_rollout
+from lightrlhf.rewards.scorers import FunctionScorer, ModelScorer, PairScorer, find_complete_group, score_rollout
 
 
 # --------------------------------------------------------------------------------------------------------- rewards
@@ -224,7 +224,7 @@ def test_responses_whose_comparisons_were_not_read_in_both_orders_never_count():
     orders = [(a, b) for a in range(3) for b in range(3) if a != b]
     for gone in itertools.chain.from_iterable(itertools.combinations(orders, n) for n in range(7)):
         there = set(orders) - set(gone)
-        kept = read_together(there, [3, 2, 1])
+        kept = find_complete_group(there, [3, 2, 1])
         assert all((a, b) in there for a in kept for b in kept if a != b), gone
         assert (len(kept) >= 2) == any((a, b) in there and (b, a) in there for a, b in orders), gone
-    assert read_together(set(), []) == []
+    assert find_complete_group(set(), []) == []

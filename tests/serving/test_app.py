@@ -504,10 +504,10 @@ def test_while_paused_requests_wait_and_are_then_answered_by_the_new_weights(cli
     reload(client, other)
     expected = ids_of(client)
     reload(client, engine.root)
-    old, arrived, served = ids_of(client), threading.Event(), engine.served
+    old, arrived, served = ids_of(client), threading.Event(), engine.limits
     assert client.post("/pause?mode=wait").json() == {"status": "paused"}
     assert client.get("/is_paused").json() == {"is_paused": True}
-    monkeypatch.setattr(engine, "served", lambda: arrived.set() or served())
+    monkeypatch.setattr(engine, "limits", lambda: arrived.set() or served())
     with ThreadPoolExecutor() as pool:
         answer = pool.submit(ids_of, client)
         assert arrived.wait(PATIENCE)
@@ -583,7 +583,7 @@ def test_a_cancelled_request_ends_at_the_next_step(engine, monkeypatch):
         step(slots)
 
     body = {"prompt": [5, 6], "max_tokens": 100, "ignore_eos": True}
-    asked = requests.read_completion(body, engine.served(), chat=False)
+    asked = requests.read_completion(body, engine.limits(), chat=False)
     engine.complete(asked, threading.Event())  # checks the architecture first
     monkeypatch.setattr(Slots, "step", counted)
     with pytest.raises(Cancelled):

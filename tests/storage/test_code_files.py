@@ -27,7 +27,7 @@ from lightrlhf.sft import SFTArgs
 from lightrlhf.storage import seals
 from lightrlhf.storage.checkpoint import checkpoints
 from lightrlhf.storage.jsonl import read_jsonl
-from lightrlhf.storage.run_dir import stored_arg
+from lightrlhf.storage.run_dir import read_arg
 from lightrlhf.training.resume import read_state
 
 LETHAL = (Exception, SystemExit)
@@ -265,7 +265,7 @@ def test_configs_and_arguments(canary, tmp_path, inert):
             (tmp_path / name).write_text(text.replace("CANARY", str(canary)))
             inert(f"--config {name} {number}: {text[:40]}", partial(parse, SFTArgs, ["--config", str(tmp_path / name)]), refused=False)  # fmt: skip  # noqa: E501
         (tmp_path / "args.json").write_text(text.replace("CANARY", str(canary)))
-        inert(f"args.json {number}", partial(stored_arg, str(tmp_path), "judge"), refused=False)
+        inert(f"args.json {number}", partial(read_arg, str(tmp_path), "judge"), refused=False)
         inert(f"args.json of a resumed run {number}", partial(parse, SFTArgs, ["--resume_from", str(tmp_path)]))
         (tmp_path / "rows.jsonl").write_text(text.replace("CANARY", str(canary)))
         inert(f"rows.jsonl {number}", partial(read_jsonl, tmp_path / "rows.jsonl"))

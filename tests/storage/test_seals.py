@@ -18,7 +18,7 @@ from lightrlhf.models.tokenizer import load_tokenizer
 from lightrlhf.storage import seals
 from lightrlhf.storage.checkpoint import final_checkpoint, is_sealed, save_checkpoint, verify_checkpoint
 from lightrlhf.storage.jsonl import JsonlWriter, read_jsonl
-from lightrlhf.storage.run_dir import stored_arg
+from lightrlhf.storage.run_dir import read_arg
 from lightrlhf.storage.seals import write_folder
 
 ROWS = [{"prompt_len": 1, "input_ids": [5, 6, 7], "targets": torch.tensor([-100, 6, 7])}]
@@ -115,11 +115,11 @@ def test_a_linked_or_renamed_checkpoint_is_checked_and_a_foreign_folder_is_not(t
 
 def test_changed_arguments_of_a_run_are_noticed(tmp_path):
     (tmp_path / "args.json").write_text(json.dumps({"program": "dpo", "beta": 0.1}))
-    assert stored_arg(str(tmp_path), "beta") == 0.1
+    assert read_arg(str(tmp_path), "beta") == 0.1
     seals.seal(tmp_path, ["args.json"])
     (tmp_path / "args.json").write_text(json.dumps({"program": "dpo", "beta": 0.3}))
     with error_naming(UsageError, "args.json", "python -m"):
-        stored_arg(str(tmp_path), "beta")
+        read_arg(str(tmp_path), "beta")
 
 
 # -------------------------------------------------------------------------------------------------------------- attacks
@@ -261,7 +261,7 @@ def test_checkpoints(sft_dir, rm_dir, tmp_path, case):
         before = (mine / "args.json").read_bytes()
         for _ in range(12):
             flip(mine / "args.json", rng.randrange(len(before)), rng.randrange(8))
-            line = said(partial(stored_arg, str(mine), "program"))
+            line = said(partial(read_arg, str(mine), "program"))
             case(f"{mine.name}/args.json", "args.json is not what" in line or "args.json cannot be read" in line, line)
             (mine / "args.json").write_bytes(before)
     base = tmp_path / "run" / "base"

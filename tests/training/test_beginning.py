@@ -21,7 +21,7 @@ from lightrlhf.online_dpo import OnlineDPOArgs
 from lightrlhf.storage.locks import LOCK
 from lightrlhf.training.beginning import SAME, Beginning, hash_rows
 from lightrlhf.training.iterated_dir import open_directory
-from lightrlhf.training.provenance import given_objects
+from lightrlhf.training.provenance import describe_given
 from lightrlhf.training.sources import FUNCTIONS, MODELS, fingerprint, sources_of
 
 FLAGS = ["--save_interval", "1", "--log_interval", "1", "--max_steps", "1", "--eval_interval", "0", *CPU]
@@ -131,7 +131,7 @@ def arguments(**changes) -> TrainArgs:
 
 
 def test_the_product_with_the_number_of_ranks_counts():
-    began = {"began": Beginning(arguments(), 4, {}).noted()}
+    began = {"began": Beginning(arguments(), 4, {}).as_stored()}
     assert Beginning(arguments(mini_batch_size=16), 2, {}, began).values["mini_batch_size"] == 32
     with error_naming(UsageError, "2 ranks", "16", "32", "--mini_batch_size 16"):
         Beginning(arguments(), 2, {}, began)
@@ -142,7 +142,7 @@ def test_the_product_with_the_number_of_ranks_counts():
 def test_a_program_s_own_number_of_rows_counts_whatever_its_flag():
     first = Beginning(arguments(), 2, {})
     first.fix_rows(range(9), 3, "data")
-    again = Beginning(arguments(), 2, {}, {"began": first.noted()})
+    again = Beginning(arguments(), 2, {}, {"began": first.as_stored()})
     with error_naming(UsageError, "rows of a step", "8", "6"):
         again.fix_rows(range(9), 4, "data")
 
@@ -290,4 +290,4 @@ def test_a_column_that_another_split_alone_has_changes_no_hash():
 def test_another_chat_template_makes_another_given_tokenizer(tokenizer):
     other = copy.deepcopy(tokenizer)
     other.chat_template = "{{ messages[0]['content'] }}"
-    assert given_objects(tokenizer=other) != given_objects(tokenizer=tokenizer)
+    assert describe_given(tokenizer=other) != describe_given(tokenizer=tokenizer)

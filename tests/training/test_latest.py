@@ -22,9 +22,9 @@ from lightrlhf.cli.latest import follow_latest
 from lightrlhf.plot import PlotArgs
 from lightrlhf.rm import RMArgs
 from lightrlhf.storage.locks import LOCK
-from lightrlhf.storage.run_dir import labels, link_latest, locate, stored_arg
+from lightrlhf.storage.run_dir import labels, link_latest, locate, read_arg
 from lightrlhf.storage.temporary import temporary_path
-from lightrlhf.training.iterated_dir import kept_if_started, open_directory
+from lightrlhf.training.iterated_dir import keep_if_started, open_directory
 from lightrlhf.training.run import Run
 
 NAMES = ("2030-01-01_00-00-00", "2030-01-01_00-00-00x", "2030-01-01_00-00-01")
@@ -88,14 +88,14 @@ def test_a_program_in_iterations_that_is_refused_gives_the_link_back(folders):
             link_latest(before)
         folders[0].mkdir(exist_ok=True)
         (folders[0] / "args.json").touch()
-        with pytest.raises(UsageError), kept_if_started(args, folders[0]):
+        with pytest.raises(UsageError), keep_if_started(args, folders[0]):
             assert os.readlink(link) == NAMES[0]
             raise UsageError("no")
         assert not folders[0].exists() and (os.readlink(link) == before.name if before else not link.is_symlink())
     folders[0].mkdir()
-    with kept_if_started(args, folders[0]):
+    with keep_if_started(args, folders[0]):
         link_latest(folders[1])  # begun meanwhile
-    with kept_if_started(Namespace(resume_from="it"), folders[0]):
+    with keep_if_started(Namespace(resume_from="it"), folders[0]):
         pass
     assert os.readlink(link) == NAMES[1]
 
@@ -191,7 +191,7 @@ def test_each_run_and_stage_links_itself_and_a_resumed_one_keeps_the_link(cafe_d
     assert sft.main(["--resume_from", str(link), "--max_steps", "2"]) == str(first)
     assert [row["step"] for row in metrics(first)][-1] == 2
     second = Path(sft.main([*flags, "--model_name", str(link)]))
-    assert os.readlink(link) == second.name and stored_arg(str(second), "model_name") == str(first)
+    assert os.readlink(link) == second.name and read_arg(str(second), "model_name") == str(first)
     sft.main(["--resume_from", str(first), "--max_steps", "3"])
     assert os.readlink(link) == second.name
     assert "latest" not in (second / "README.md").read_text()

@@ -28,7 +28,7 @@ from lightrlhf.training.rollout_log import (
     log_rollouts,
     log_samples,
     rollout_row,
-    rounded,
+    round_number,
     write_iteration,
 )
 from lightrlhf.training.run import Run
@@ -193,7 +193,7 @@ def run_of(folder: Path, **changes) -> SimpleNamespace:
     """What the writer needs of a run at its first step."""
     args = SimpleNamespace(**({"log_rollouts": 8, "log_interval": 1} | changes))
     files = SimpleNamespace(directory=folder, writing=nullcontext)
-    log = SimpleNamespace(timed=nullcontext, log_texts=lambda name, rows, step: None)
+    log = SimpleNamespace(time_writing=nullcontext, log_texts=lambda name, rows, step: None)
     parts = {"ranks": LocalRanks(), "files": files, "metric_log": log, "phase": nullcontext, "print0": print}
     return SimpleNamespace(args=args, step=0, dry=None, **parts)
 
@@ -255,7 +255,7 @@ def test_columns_that_are_long_or_no_json_are_left_out(tokenizer):
     + [(value, "null") for value in (None, math.nan, math.inf, -math.inf)],
 )
 def test_numbers_have_five_digits_and_are_json(value, kept):
-    assert json.dumps(rounded(value)) == kept
+    assert json.dumps(round_number(value)) == kept
 
 
 def test_an_iteration_that_is_written_again_replaces_its_rows(tokenizer, tmp_path):
@@ -296,7 +296,7 @@ def test_each_second_of_logging_is_counted_once(tmp_path, monkeypatch):
     next(loop)
     monkeypatch.setattr("time.perf_counter", lambda: next(clock))
     for _ in range(2):
-        with run.metric_log.timed():
+        with run.metric_log.time_writing():
             pass
     run.metric_log.log({"val/loss": 1.0})
     run.metric_log.log({"train/loss": 1.0})
