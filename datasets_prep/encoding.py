@@ -19,11 +19,12 @@ import os
 import signal
 import unicodedata
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from datasets_prep.borders import is_bytes_of_words
 from datasets_prep.plans import Plan, Planner, Segment
 from datasets_prep.turns import BadRow
 from lightrlhf.cli.errors import UsageError
@@ -37,6 +38,7 @@ from lightrlhf.storage.jsonl import Row
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+EVERY = 97  # of so many rows one is encoded both ways; a prime, for data with a period
 STAGES = ("finetune", "preference", "unpaired", "prompts", "dialogue")
 
 
@@ -53,6 +55,7 @@ class Encoded(NamedTuple):
     kept: np.ndarray | None = None  # (n,) bool: the ids that carry loss; None: all
     spells: bool = False  # whether a content became a control token
     lossy: bool = False  # whether the ids decode to another text
+    turns: list[tuple[int, int]] | None = None  # [start, end) of the answers of a whole dialogue, where they are found
 
     def spans(self) -> list[tuple[int, int]]:
         """[start, end) of the ids that carry loss."""
@@ -108,6 +111,29 @@ class Place(NamedTuple):
     source: str  # file:line, for error messages
 
 
+class NotFound(Exception):
+    """The turns of a dialogue are not found in the ids of its text."""
+
+
+class Made(NamedTuple):
+    """What one row gives."""
+
+    plans: list[tuple[Plan, Place]]
+    examples: list[Example]
+    dropped: list[Dropped]
+
+    def equals(self, other: Made) -> bool:
+        """Whether another way gave the same."""
+
+        def values(example: Example) -> list[Any]:
+            return [getattr(example, one.name) for one in fields(example) if one.name != "ids"]
+
+        pairs = list(zip(self.examples, other.examples))
+        return self.dropped == other.dropped and len(self.examples) == len(other.examples) and all(
+            values(one) == values(two) and all(map(np.array_equal, one.ids, two.ids)) for one, two in pairs
+        )  # fmt: skip
+
+
 class Encoder:
     """Encodes a chunk of rows; picklable for worker processes.
 
@@ -122,43 +148,61 @@ class Encoder:
         self.place = place
         self.plans = Planner(args, tokenizer, wraps)
         self.bos = tokenizer.bos_token_id if adds_bos(tokenizer) else None
+        self.is_lossless = tokenizer.is_fast and is_bytes_of_words(tokenizer)
 
     def __call__(self, rows: list[Row]) -> tuple[list[Example], list[Dropped]]:
-        """The examples of `rows`, in order, and dropped rows."""
-        plans: list[tuple[Plan, Row, Place]] = []
-        dropped: list[Dropped] = []
-        for row in rows:
+        """The examples of `rows`, in order, and dropped rows; the same as with each turn rendered and tokenised alone.
+
+        That is tried on a sample; where one differs, it is done for all of these rows.
+        """
+        made = self._encoded(rows)
+        tried = self._encoded(rows[::EVERY], cut=False)
+        if any(not one.equals(other) for one, other in zip(made[::EVERY], tried, strict=True)):
+            made = self._encoded(rows, cut=False)
+        return [e for one in made for e in one.examples], [d for one in made for d in one.dropped]
+
+    def _encoded(self, rows: list[Row], cut: bool = True) -> list[Made]:
+        """What each row gives; cut False: with each turn rendered and tokenised alone."""
+        made = [Made([], [], []) for _ in rows]
+        for row, one in zip(rows, made):
             try:
                 place = self.place(row)
                 if not place.stages:
-                    dropped.append(Dropped("belongs_to_another_stage", place.source))
-                made = self.plans(row, place.stages)
+                    one.dropped.append(Dropped("belongs_to_another_stage", place.source))
+                one.plans.extend((plan, place) for plan in self.plans(row, place.stages, cut))
             except BadRow as bad:
-                dropped.append(self._drop(bad, row))
-                continue
-            plans += [(plan, row, place) for plan in made]
-        ids = self._tokenise({part for plan, *_ in plans for turn in plan.turns for part in turn if part})
-        examples = []
-        for plan, row, place in plans:
+                one.dropped.append(self._drop(bad, row))
+        ids = self._tokenise({part for one in made for plan, _ in one.plans for part in _parts(plan)})
+        again = []
+        for number, (row, one) in enumerate(zip(rows, made)):
             try:
-                joined = self._joined(plan, ids)
+                for plan, place in one.plans:
+                    self._add(one, plan, place, row, ids)
+            except NotFound:
+                again.append(number)
+        for number, one in zip(again, self._encoded([rows[number] for number in again], cut=False) if again else ()):
+            made[number] = one
+        return made
+
+    def _add(self, made: Made, plan: Plan, place: Place, row: Row, ids: dict[Segment, Encoded]) -> None:
+        """Add the examples of a plan, or why there are none. Raises: NotFound."""
+        try:
+            joined = self._joined(plan, ids)
+        except BadRow as bad:
+            made.dropped.append(self._drop(bad, row, plan.stage))
+            return
+        lossy = any(ids[part].lossy for part in _parts(plan))
+        notes = (*row.get("notes", ()), *plan.notes, *(CUT if len(joined) > 1 else ()), *(LOSSY if lossy else ()))
+        for part in joined:
+            try:
+                example = self._build(plan.stage, place, part)
             except BadRow as bad:
-                dropped.append(self._drop(bad, row, plan.stage))
+                made.dropped.append(self._drop(bad, row, plan.stage))
                 continue
-            for part in joined:
-                try:
-                    example = self._build(plan.stage, place, part)
-                except BadRow as bad:
-                    dropped.append(self._drop(bad, row, plan.stage))
-                    continue
-                example.row = row if self.args.save_skipped_examples else None
-                example.read_as = row.get("read_as")
-                lossy = any(ids[part].lossy for turn in plan.turns for part in turn if part)
-                example.notes = (*row.get("notes", ()), *plan.notes, *(CUT if len(joined) > 1 else ()))
-                example.notes += LOSSY if lossy else ()
-                self._describe(example, row, plan)
-                examples.append(example)
-        return examples, dropped
+            example.row = row if self.args.save_skipped_examples else None
+            example.read_as, example.notes = row.get("read_as"), notes
+            self._describe(example, row, plan)
+            made.examples.append(example)
 
     def _drop(self, bad: BadRow, row: Row, stage: str | None = None) -> Dropped:
         return Dropped(str(bad), row.get("source", "row"), stage, row if self.args.save_skipped_examples else None)
@@ -191,6 +235,8 @@ class Encoder:
         texts = [piece.prefix + piece.text for own in pieces for piece in own]
         encoded = iter(self._encode(texts, with_offsets=has_tags))
         parts = [[self._alone(piece, next(encoded), has_tags) for piece in own] for own in pieces]
+        if self.is_lossless:
+            return {segment: self._finish(segment, own) for segment, own in zip(ordered, parts)}
         decoded = self._decode([[index for _, ids, _ in own for index in ids] for own in parts])
         return {
             segment: self._finish(segment, own)._replace(lossy=_letters(segment.text) != _letters(text))
@@ -224,6 +270,9 @@ class Encoder:
 
     def _finish(self, segment: Segment, pieces: list[EncodedPiece]) -> Encoded:
         """Ids of a segment from those of its pieces."""
+        if segment.kind == "whole":
+            whole = np.array(pieces[0][1], dtype=np.int32)
+            return Encoded(whole, turns=self.plans.cuts.spans(whole, segment.text))
         ids = [index for _, own, _ in pieces for index in own]
         try:
             check_spelling(self.tokenizer, segment.text, ids)
@@ -247,6 +296,8 @@ class Encoder:
         """Rows of ids that a plan gives, before the limits on their lengths. Raises: BadRow."""
         if plan.refused:
             raise BadRow(plan.refused)
+        if plan.whole:
+            return [self._cut(plan.stage, ids[plan.whole])]
         turns = [(ids[prompt], ids[answer] if answer else None) for prompt, answer in plan.turns]
         if any(part.spells for turn in turns for part in turn if part):
             raise BadRow("special_token_in_text")
@@ -270,6 +321,13 @@ class Encoder:
         if plan.stage == "dialogue" and len(rows) > 1:
             raise BadRow("template_rewrites_history")
         return rows
+
+    def _cut(self, stage: str, whole: Encoded) -> Joined:
+        """The row of a dialogue that was tokenised as one. Raises: NotFound."""
+        if whole.turns is None:
+            raise NotFound
+        prompt_len, ids = whole.turns[0][0], whole.ids
+        return Joined(prompt_len, *(([ids[:prompt_len]], []) if stage == "prompts" else ([ids], whole.turns)))
 
     def _build(self, stage: str, place: Place, row: Joined) -> Example:
         """A row with its spans, truncated to `max_length`. Raises: BadRow."""
@@ -325,6 +383,11 @@ def limit_for(limits: str, turns: int) -> int:
     """The limit for dialogues of `turns` turns, from "512" (all) or "1024,768,512" (by number of turns)."""
     numbers = [int(number) for number in limits.split(",")]
     return numbers[min(turns, len(numbers)) - 1]
+
+
+def _parts(plan: Plan) -> list[Segment]:
+    """The texts of a plan to tokenise."""
+    return [plan.whole] if plan.whole else [part for turn in plan.turns for part in turn if part]
 
 
 def _letters(text: str) -> str:

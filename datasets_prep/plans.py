@@ -10,6 +10,7 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
+from datasets_prep.cuts import Cuts
 from datasets_prep.turns import BadRow, Dialogue, check_text, spells_control_token
 from lightrlhf.data.chat import LONGEST, Messages, controls, protect
 from lightrlhf.data.rendering import writes_date
@@ -27,7 +28,7 @@ class Segment(NamedTuple):
     """A text that is tokenised separately."""
 
     text: str
-    kind: str  # "text": plain prompt; "rendered": prompt by the template; "answer"; "response": to a plain prompt
+    kind: str  # "text": plain prompt; "rendered": prompt by the template; "whole"; "answer"; "response": to a plain one
     behind: str | None = None  # the end of the text that it continues; None at the start
     kept: tuple[tuple[int, int], ...] | None = None  # characters that carry loss; None: all
 
@@ -40,22 +41,25 @@ class Plan(NamedTuple):
     notes: tuple[str, ...] = ()
     messages: Messages = ()  # of a dialogue
     refused: str | None = None  # the reason, where this stage alone cannot use the row
+    whole: Segment | None = None  # all turns as one text, in their place
 
 
 class Planner:
     """Plans of rows, by a tokenizer and its chat template; `wraps`: plain prompts become a user message of it."""
 
     def __init__(self, args: Any, tokenizer: PreTrainedTokenizerBase, wraps: bool) -> None:
+        self.cuts = Cuts(tokenizer)
         self.args = args
         self.tokenizer = tokenizer
         self.wraps = wraps
         self.adds_bos = adds_bos(tokenizer)
         self.dated = {has_tools: writes_date(tokenizer, has_tools) for has_tools in (False, True)}
 
-    def __call__(self, row: Row, stages: frozenset[str]) -> list[Plan]:
-        """The texts of each stage of a row. Raises: BadRow."""
+    def __call__(self, row: Row, stages: frozenset[str], cut: bool = True) -> list[Plan]:
+        """The texts of each stage of a row; cut False: each turn is rendered alone. Raises: BadRow."""
+        cuts = self.cuts if cut else None
         if "messages" in row:
-            return self._plans_of_messages(row, stages)
+            return self._plans_of_messages(row, stages, cuts)
         if "text" in row:
             return self._plans_of_plain(row, "", {"completion": row["text"]}, stages)
         prompt = row["prompt"] if row.get("is_plain") else self._wrapped(row["prompt"])
@@ -67,7 +71,7 @@ class Planner:
             return self._plans_of_plain(row, prompt, answers, stages)
         end, best = len(prompt), answers.get("chosen", answers.get("completion"))
         answer = [_message(best)] if best is not None else []
-        talk = Dialogue(self.tokenizer, [*prompt, *answer], row.get("tools"), [*map(_message, answers.values())])
+        talk = Dialogue(self.tokenizer, [*prompt, *answer], row.get("tools"), [*map(_message, answers.values())], cuts)
         notes += _notes_on(talk, end)
         prompts: list[tuple[Segment, Segment | None]] = [(Segment(talk.prompt(end), "rendered"), None)]
         plans = [Plan("prompts", prompts)]
@@ -82,10 +86,10 @@ class Planner:
         noted = [plan._replace(notes=(*plan.notes, *notes)) for plan in plans]
         return [self._noted(plan, row) for plan in noted if plan.stage in stages]
 
-    def _plans_of_messages(self, row: Row, stages: frozenset[str]) -> list[Plan]:
+    def _plans_of_messages(self, row: Row, stages: frozenset[str], cuts: Cuts | None) -> list[Plan]:
         messages = row["messages"]
         weighed = [m for m in messages[1:] if m["role"] == "assistant" and m.get("weight", 1)]
-        talk = Dialogue(self.tokenizer, messages, row.get("tools"), weighed)
+        talk = Dialogue(self.tokenizer, messages, row.get("tools"), weighed, cuts)
         if messages[-1]["role"] != "assistant":
             prompt = Segment(talk.prompt(len(messages)), "rendered")
             notes = ("messages_without_a_last_answer_are_prompts",)
@@ -106,6 +110,9 @@ class Planner:
             plans.append(self._plan_of_dialogue(talk))
         if "prompts" in stages:
             plans.append(Plan("prompts", [(Segment(talk.prompt(answers[0]), "rendered"), None)]))
+        if talk.whole:
+            whole = Segment(talk.whole, "whole")
+            plans = [plan._replace(whole=whole) for plan in plans]
         return [self._noted(plan, row) for plan in plans]
 
     def _plan_of_dialogue(self, talk: Dialogue) -> Plan:
@@ -163,7 +170,7 @@ class Planner:
 
     def _noted(self, plan: Plan, row: Row) -> Plan:
         """The plan with notes on its texts: a stored date, a control token that a content spells as plain text."""
-        parts = [part for turn in plan.turns for part in turn if part]
+        parts = [] if plan.whole else [part for turn in plan.turns for part in turn if part]
         spelled = any(spells_control_token(self.tokenizer, part.text) for part in parts)
         dated = ("todays_date_written_by_the_template",) if self.dated[bool(row.get("tools"))] else ()
         return plan._replace(notes=(*plan.notes, *dated, *(("control_token_spelled_in_text",) if spelled else ())))

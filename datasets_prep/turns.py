@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from lightrlhf.data.chat import MARK, ROLES, controls, shown_messages, shown_tools
+from lightrlhf.data.chat import MARK, ROLES, Controls, controls, shown_messages, shown_tools
 from lightrlhf.data.rendering import (
     Unrendered,
     generated_spans,
@@ -41,11 +41,28 @@ class Turn(NamedTuple):
     kept: tuple[tuple[int, int], ...] | None = None  # characters of the answer in generation tags; None: no tags
 
 
+class Cut(NamedTuple):
+    """A dialogue that was rendered once."""
+
+    turns: list[Turn]
+    whole: str | None  # its text, whose ids may be cut as well; None: they may not
+
+
+class Cutter(Protocol):
+    """Cuts the turns of plain dialogues out of one rendering, see `cuts`."""
+
+    controls: Controls
+
+    def __call__(self, messages: Sequence[dict[str, Any]], shown: list[dict[str, Any]]) -> Cut | None:
+        """The turns of a dialogue; None where they have to be rendered one by one."""
+
+
 class Dialogue:
     """Messages of one row with their tools, rendered prefix by prefix.
 
     trained: the answers to be trained. Where one has reasoning, a template that closes thinking is told to open it, in
-    all prompts of the row.
+    all prompts of the row. cuts: renders a plain dialogue once instead; `whole` is its text then, if that may be
+    tokenised as one.
     Raises: BadRow when the messages are malformed.
     """
 
@@ -55,17 +72,21 @@ class Dialogue:
         messages: Sequence[dict[str, Any]],
         tools: list[Any] | None,
         trained: Sequence[dict[str, Any]] = (),
+        cuts: Cutter | None = None,
     ) -> None:
         check_messages(messages)
         self.tokenizer = tokenizer
         self.messages = messages
-        self.shown = shown_messages(tokenizer, messages)
+        self.shown = shown_messages(tokenizer, messages, cuts.controls if cuts else None)
         self.tools = shown_tools(tokenizer, tools)
         self.has_tags = has_generation_tags(tokenizer, tools)
         closed = closed_thinking(tokenizer, tools) if any(map(has_reasoning, trained)) else None
         self.variables = closed.variables if closed else {}
-        self.prompts: dict[int, str] = {}
-        self.turns: dict[int, Turn] = {}
+        cut = cuts(messages, self.shown) if cuts and not (tools or self.variables or self.has_tags) else None
+        answers = (index for index, message in enumerate(messages) if message["role"] == "assistant")
+        self.whole = cut.whole if cut else None
+        self.turns: dict[int, Turn] = dict(zip(answers, cut.turns if cut else ()))
+        self.prompts = {index: turn.prompt for index, turn in self.turns.items()}
 
     def prompt(self, end: int) -> str:
         """Text of the first `end` messages with the generation prompt. Raises: BadRow."""

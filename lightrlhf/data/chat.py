@@ -178,25 +178,28 @@ def check_spelling(tokenizer: PreTrainedTokenizerBase, text: str, ids: Sequence[
         raise UsageError("a text spells a control token of the tokenizer and cannot be encoded as text; leave it out")
 
 
-def shown_messages(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> list[dict[str, Any]]:
+def shown_messages(
+    tokenizer: PreTrainedTokenizerBase, messages: Messages, found: Controls | None = None
+) -> list[dict[str, Any]]:
     """Messages as passed to a template: protected, and without the fields that only affect the loss.
 
+    found: the tokenizer's control tokens, where the caller has looked them up.
     Raises: UsageError for a role that is not in `ROLES`; templates would render or drop it silently.
     """
     for number, message in enumerate(messages):
         if message["role"] not in ROLES:
             role = str(message["role"])[:20]
             raise UsageError(f"message {number} has the role {role!r}; use system, developer, user, assistant or tool")
-    found, knows_developer = controls(tokenizer), "developer" in template_of(tokenizer)
+    found = found or controls(tokenizer)
 
     def shown(message: dict[str, Any]) -> dict[str, Any]:
         role = ROLES[message["role"]]
         is_answer = role == "assistant"
-        result = {"role": "system" if role == "developer" and not knows_developer else role}
+        result = {"role": "system" if role == "developer" and role not in template_of(tokenizer) else role}
         for name in FIELDS:
-            if message.get(name) is not None:
+            if (value := message.get(name)) is not None:
                 spell = partial(_protected, found, keep_tags=is_answer and name == "content")
-                result[name] = _mapped(message[name], spell)
+                result[name] = _mapped(value, spell)
         return result
 
     return [shown(message) for message in messages]
