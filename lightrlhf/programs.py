@@ -64,6 +64,13 @@ ALGORITHMS = (
         ("Ethayarajh 2024: 2402.01306",),
     ),
     Program(
+        "distill",
+        "DistillArgs",
+        "prompts",
+        "on-policy distillation of a teacher's distribution",
+        ("Agarwal 2024: 2306.13649",),
+    ),
+    Program(
         "online_dpo",
         "OnlineDPOArgs",
         "prompts",

@@ -29,6 +29,7 @@ MOST_LOGITS = {"cpu": 2**22}  # in memory at a time: 16 MiB of each of the few t
 # maps and clears those over 32 MiB anew (`cpu/heap.py`); others 2**26, since a GPU waits where products are small
 CHECKPOINTED = 4  # times as many rows where autograd's checkpointing is used
 HEADS = ("Linear", "HeldLinear")  # classes of layers that are the product with a matrix
+LogitFunction = Callable[[Tensor, slice], tuple[Tensor, Tensor]]
 HALF_SCALE = 2.0**10  # of gradients in float16, which would lose small ones
 
 
@@ -72,6 +73,17 @@ def head_logprobs(
         pieces.append(checkpoint(chunk, h, target, use_reentrant=False) if save_memory else chunk(h, target))
     out = torch.cat(pieces, -1)  # (1 to 3, N); of no targets there is one empty piece
     return out[0], (out[1] if with_entropy else None), (out[-1] if with_mean else None)
+
+
+def head_sum(hidden: Tensor, head: nn.Module, function: LogitFunction, chunk_size: int = 4096) -> tuple[Tensor, Tensor]:
+    """Sum over all rows of a function of their logits, and values of each row, which carry no gradient.
+
+    hidden (N, H); function(logits (n, V) float32, rows) -> a scalar, and (n, k) values of these rows. The gradient is
+    computed with the logits, `chunk_size` rows at a time, so that (N, V) is never in memory and no logits are computed
+    twice (Hsu et al. 2024, 2410.10989, section 3.2). -> (), (N, k)
+    """
+    weights = [weight for weight in head.parameters() if weight.requires_grad]
+    return HeadSum.apply(hidden, head, function, chunk_size, *weights)
 
 
 def logit_rows(vocab_size: int, device: str = "cpu") -> int:
@@ -149,6 +161,46 @@ class LinearHead(torch.autograd.Function):
                 grad_weight[part] += slope.t() @ weighted[rows]
         grad_hidden = grad_hidden if is_half else grad_hidden.mul_(by_row)
         return grad_hidden.to(hidden.dtype), grad_weight, None, None, None, None
+
+
+class HeadSum(torch.autograd.Function):
+    """See `head_sum`; the weights are those of the head that are trained."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, head: nn.Module, function: LogitFunction, chunk_size: int, *weights: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        wanted = [ctx.needs_input_grad[0], *ctx.needs_input_grad[4:]]
+        device = hidden.device.type
+        is_half = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) is torch.float16
+        scale = HALF_SCALE if is_half else 1.0
+        total, values = hidden.new_zeros((), dtype=torch.float32), []
+        by_row = torch.zeros_like(hidden) if wanted[0] else None
+        by_weight = [torch.zeros_like(weight) if is_wanted else None for weight, is_wanted in zip(weights, wanted[1:])]
+        for start in range(0, max(len(hidden), 1), chunk_size):
+            rows = slice(start, start + chunk_size)
+            with torch.set_grad_enabled(any(wanted)):
+                part = hidden[rows].detach().requires_grad_(wanted[0])
+                one, of_rows = function(head(part).float(), rows)
+                leaves = [leaf for leaf, is_wanted in zip([part, *weights], wanted) if is_wanted]
+                found = iter(torch.autograd.grad(one * scale, leaves) if leaves else ())
+            if by_row is not None:
+                by_row[rows] = next(found) / scale
+            for gradient in by_weight:
+                if gradient is not None:
+                    gradient += next(found) / scale
+            total += one.detach()
+            values.append(of_rows.detach())
+        ctx.save_for_backward(by_row, *by_weight)
+        result = torch.cat(values)
+        ctx.mark_non_differentiable(result)
+        return total, result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        by_row, *by_weight = (None if saved is None else saved * grad for saved in ctx.saved_tensors)
+        return by_row, None, None, None, *by_weight
 
 
 def _parts(targets: Tensor, size: int, count: int) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:

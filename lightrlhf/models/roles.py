@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from lightrlhf.data.batch import Batch
 from lightrlhf.data.types import PreTrainedModel
-from lightrlhf.maths.head import head_logprobs, logit_rows
+from lightrlhf.maths.head import LogitFunction, head_logprobs, head_sum, logit_rows
 from lightrlhf.maths.ops import position_ids
 from lightrlhf.models import lora
 from lightrlhf.models.architecture import check_language_model, check_scalar_model, has_plain_head, scalar_head
@@ -197,6 +197,39 @@ class Policy(Role):
             return logits
         allowed_here = allowed.expand(-1, action_mask.shape[1], -1)[action_mask]  # (N, L)
         return logits.masked_fill(~allowed_here, -1e9)  # -inf would make the entropy and its gradient NaN
+
+    def sum_over_logits(
+        self,
+        function: LogitFunction,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        action_mask: Tensor,
+        group: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Sum over the N actions of a function of their logits, and values of each action, (N, k); see `head_sum`."""
+        if not len(input_ids):
+            return self.sum_over_logits(function, *_dummy_batch(input_ids))
+        with self.active():
+            states, head = self._states(input_ids, attention_mask, action_mask, group=group)
+            rows = logit_rows(embedding_rows(self.model), input_ids.device.type)
+            return head_sum(states, head, function, rows)
+
+    def logits_of(self, batch: Batch) -> Callable[[slice], Tensor]:
+        """The function that gives the logits (n, V), without a gradient, of a slice of the batch's actions.
+
+        Hidden states are computed now, logits when they are wanted, so that (N, V) is never in memory.
+        """
+        inputs = policy_inputs(batch)
+        if not len(batch):
+            inputs = dict(zip(inputs, _dummy_batch(batch.input_ids)))
+        with torch.no_grad(), self.active():
+            states, head = self._states(**inputs)
+
+        def logits(rows: slice) -> Tensor:
+            with torch.no_grad(), self.active() if hasattr(head, "lora_A") else nullcontext():
+                return head(states[rows]).float()
+
+        return logits
 
     def _states(
         self,

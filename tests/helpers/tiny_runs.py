@@ -44,6 +44,7 @@ OWN: dict[str, dict[str, object]] = {  # what else the runs of a program need to
         "validation_percentage": 0,
         "eval_interval": 0,
     },
+    "distill": {"objective": "sequence"},
     "reflect_rl": {"horizon": 4, "num_envs": 4, "micro_batch_size": 4, "max_new_tokens": 1},
 }
 
@@ -54,12 +55,14 @@ class TinyRuns:
     def __init__(self, folder: Path, cafe_data: Path, talk_data: Path, tokenizer) -> None:
         self.folder, self.cafe, self.talk = folder, cafe_data, talk_data
         self.model, self.corridor, self.pairs = folder / "llama", folder / "corridor", folder / "dialogues" / "pairs"
-        self.unpaired = folder / "unpaired"
+        self.unpaired, self.teacher = folder / "unpaired", folder / "teacher"
         if (self.pairs / "tokenizer").is_dir():  # the last that is made
             return
         noise = {"attention_dropout": 0.1}  # so that resuming must bring back the random numbers, too
         save_model("llama", self.model, tokenizer, **WIDTH, **noise)
-        tokenizer.save_pretrained(self.model)
+        save_model("llama", self.teacher, tokenizer, **WIDTH | {"hidden_size": 32})
+        for model in (self.model, self.teacher):
+            tokenizer.save_pretrained(model)
         save_corridor_model(self.corridor, **WIDTH)
         take_pairs_apart(self.cafe, self.unpaired)
         for split, number in (("train", 12), ("validation", 4)):
@@ -73,6 +76,8 @@ class TinyRuns:
         where: dict[str, object] = {"data_dir": folders.get(data, self.cafe)}
         if data == "environment":
             where, model = {"env": "helpers.corridor:Corridor"}, self.corridor
+        if program == "distill":
+            where["teacher"] = self.teacher
         every = ITERATIONS if program in ITERATED else RUN | {"max_steps": steps}
         values = {**where, "model_name": model, "log_dir": log_dir, **RATES, **SIZES, **every, **OWN.get(program, {})}
         return [*small_flags(f"lightrlhf.{program}", values), *CPU, *map(str, more)]

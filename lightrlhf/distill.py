@@ -1,0 +1,316 @@
+"""On-policy distillation: the student samples, a teacher gives its distribution (Agarwal et al. 2024, 2306.13649).
+
+With p the student, q the teacher and D a divergence of their distributions of the next token, a step minimises over the
+N sampled tokens of all ranks
+
+    position   sum_t D(p(. | y_<t), q(. | y_<t)) / N, the prefixes y_<t held fixed
+    sequence   sum_t [KL_t + log p(y_t) (sum_{u>t} KL_u - b_t)] / N, the gradient of KL(p(y) || q(y)) of whole responses
+
+over the whole vocabulary; `--beta` chooses D: 1 the reverse KL(p || q), 0 the forward KL(q || p), between them the
+generalised Jensen-Shannon divergence. b_t is the mean of the other responses to the prompt at their t-th token. The
+first objective forgets that a token changes the prefixes behind it, the second does not, and has more variance.
+
+`--student_share`: the share of the steps on the student's own responses; the others are on the data's.
+
+Left out: k1 and k3 as a loss, k2 and k3 as a reward, whose gradients are not those of the KL they estimate; teachers
+with another tokenizer or on a server; sampling at another temperature, which would be on-policy for another policy.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+import torch
+from torch import Tensor, nn
+
+from lightrlhf.cli import groups as flags
+from lightrlhf.cli.errors import one_line_errors
+from lightrlhf.cli.fields import at_least, between, flag, positive
+from lightrlhf.cli.parser import parse
+from lightrlhf.data.batch import Batch, Rollout, finetune_batch, inference_batches
+from lightrlhf.data.rows import Given, load_splits
+from lightrlhf.data.splits import Row
+from lightrlhf.generation.rollout_metrics import row_means
+from lightrlhf.generation.rollout_sampler import RolloutSampler
+from lightrlhf.maths import distillation
+from lightrlhf.maths.head import LogitFunction
+from lightrlhf.models.forward import inference
+from lightrlhf.models.given import load_start
+from lightrlhf.models.roles import Policy, policy_inputs
+from lightrlhf.models.sharding import unsharded
+from lightrlhf.models.teacher import load_teacher
+from lightrlhf.training.rollout_log import log_samples, rollout_rows
+from lightrlhf.training.run import Metrics, OnStep, Run
+from lightrlhf.training.start import begin, check_prompts
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistillArgs(
+    flags.TrainArgs,
+    flags.DataSetsArgs,
+    flags.EvalArgs,
+    flags.StartArgs,
+    flags.AheadServerArgs,
+    flags.RolloutLogArgs,
+    flags.TensorParallelArgs,
+):
+    """On-policy distillation of a teacher."""
+
+    experiment_name: str = "rlhf-distillation"
+    """Folder below `log_dir` for the runs of one algorithm."""
+    teacher: str | None = flag(None, required="teacher", show="first")
+    """Teacher: hub name, folder or experiment dir of a language model with the student's tokenizer."""
+    objective: Literal["position", "sequence"] = "position"
+    """Divergence of each position with its prefix held fixed, or the KL of whole responses."""
+    beta: float = between(0, 1, 1.0)
+    """Divergence of a position: 1 reverse KL, 0 forward KL, between them the generalised Jensen-Shannon divergence."""
+    student_share: float = between(0, 1, 1.0)
+    """Share of the steps on the student's own responses; the others are on the demonstrations of `--data_dir`."""
+    num_generations: int = at_least(1, 1)
+    """Responses per prompt (K); with `--objective sequence` each other's baseline."""
+    rollout_size: int = at_least(1, 32)
+    """Prompts per rollout and device."""
+    rollout_mini_batch_size: int = at_least(1, 32, show="rarely")
+    """Slots of the generation engine, and the most rows per scoring pass."""
+    mini_batch_size: int = 32
+    """Responses per optimiser step and device."""
+    learning_rate: float = positive(1e-5)
+    """Peak learning rate; with LoRA take about ten times the rate of full tuning."""
+    log_interval: int = 1
+    """Steps between rows of metrics, each the mean over the steps since the previous row."""
+    disable_dropout: bool = True
+    """Set the probability of every dropout module to 0."""
+
+    def _check(self) -> None:
+        for name, value, whole in (
+            ("temperature", self.temperature, 1),
+            ("top_k", self.top_k, 0),
+            ("top_p", self.top_p, 1),
+            ("min_p", self.min_p, 0),
+        ):
+            if value != whole:
+                raise ValueError(
+                    f"--{name} {value}: the divergence is the student's at temperature 1 over all tokens, so responses "
+                    f"are sampled from that; leave it at {whole}"
+                )
+        if self.objective == "sequence" and (self.beta != 1 or self.student_share != 1):
+            name = "beta" if self.beta != 1 else "student_share"
+            raise ValueError(
+                f"--{name} {getattr(self, name)} with --objective sequence: the KL of whole responses is of the "
+                "student's own; leave it at 1, or use --objective position"
+            )
+        responses = self.rollout_size * self.num_generations
+        if self.mini_batch_size > responses:
+            raise ValueError(
+                f"--mini_batch_size {self.mini_batch_size} must not exceed the responses of a rollout, --rollout_size "
+                f"{self.rollout_size} times --num_generations {self.num_generations}; try {responses}"
+            )
+
+    def samples(self, step: int) -> bool:
+        """Whether a step, counted from 0, is on the student's own responses."""
+        return math.ceil((step + 1) * self.student_share) > math.ceil(step * self.student_share)
+
+
+@dataclass(kw_only=True)
+class DistillBatch(Batch):
+    """Responses to learn from."""
+
+    logprobs: Tensor | None = None  # (B, T-1) when they were sampled; None of demonstrations
+    costs: Tensor | None = None  # (B, T-1) with `--objective sequence`: later KLs less their baseline
+
+
+VALUES = ("loss", "kl", "logprob", "teacher_logprob", "teacher_entropy")  # of an action, see `compare`
+
+
+def train(
+    args: DistillArgs,
+    *,
+    policy: PreTrainedModel | Policy | None = None,
+    teacher: PreTrainedModel | Policy | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    prompts: Given | None = None,
+    on_step: OnStep | None = None,
+) -> Path:
+    """Distil a teacher into the policy; returns the experiment dir. Objects given here replace what flags would load.
+
+    policy, teacher: causal language models of transformers, the first trained in place; prompts: see `data.rows`;
+    on_step: called with (step, metrics) where metrics are logged, may raise `StopTraining`.
+    Raises: UsageError for invalid input, RunFailure when the run fails.
+    """
+    given = {"policy": policy, "teacher": teacher, "tokenizer": tokenizer, "prompts": prompts}
+    load = partial(load_splits, "prompts")
+    run, start = begin(args, DistillArgs, "distill", load, load_student, check_prompts, given, on_step)
+    demonstrations = load_demonstrations(args, start.tokenizer)
+    expert = run.freeze(load_teacher(teacher, args, start.policy, start.tokenizer))
+    num_steps = run.order.num_steps(start.rows, args.rollout_size)
+    per_rollout = math.ceil(args.rollout_size * args.num_generations / args.mini_batch_size)  # updates
+    model = run.setup("policy", start.policy, args.learning_rate, num_steps * per_rollout)
+    sampler = RolloutSampler(run, model, None, start, responses=args.num_generations)
+    run.keep(start.policy, start.tokenizer)
+    measure = partial(evaluate, run, sampler, model, expert, start.held_out) if start.held_out else None
+
+    for step in run.steps(num_steps):
+        batch: Batch
+        if args.samples(step):
+            with run.phase("rollout"):
+                batch = sampler.sample(step)  # K responses to each prompt, (B, T)
+        else:
+            batch = draw_demonstrations(run, demonstrations, step, start.tokenizer.pad_token_id)
+        with run.phase("update"):
+            metrics = update(run, model, expert, batch)
+        run.end_step(metrics, batch, measure)
+    return run.finish()
+
+
+def load_student(
+    given: PreTrainedModel | Policy | None, args: DistillArgs, tokenizer: PreTrainedTokenizerBase
+) -> Policy:
+    """The policy that is trained; with LoRA a teacher may share its backbone."""
+    return load_start(given, args, tokenizer, shares=args.strategy not in ("fsdp", "deepspeed"))
+
+
+def load_demonstrations(args: DistillArgs, tokenizer: PreTrainedTokenizerBase) -> list[Row]:
+    """Demonstrations for the steps that are not on the student's own responses; none where all are."""
+    if args.student_share == 1:
+        return []
+    return [row for rows in load_splits("finetune", args, None, tokenizer).sets for row in rows]
+
+
+def draw_demonstrations(run: Run[DistillArgs], rows: list[Row], step: int, pad_id: int) -> Batch:
+    """This rank's demonstrations of a step, as many as responses would be."""
+    args = run.args
+    drawn = run.ranks.shard(run.order.global_batch(rows, step, args.rollout_size * args.num_generations))
+    return finetune_batch(drawn, pad_id, use_targets=True).to(run.device)
+
+
+# ------------------------------------------------------------------------------------------------------- the update
+def compare(teacher: Policy, batch: DistillBatch, beta: float) -> LogitFunction:
+    """The function of the student's logits that is summed over the actions, and what it shows of each: `VALUES`."""
+    mask = batch.action_mask
+    targets, logits_of_teacher = batch.input_ids[:, 1:][mask], teacher.logits_of(batch)  # (N,)
+    costs = None if batch.costs is None or batch.logprobs is None else (batch.costs[mask], batch.logprobs[mask])
+
+    def function(logits: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
+        own = logits_of_teacher(rows)  # (n, V)
+        size = min(own.shape[1], logits.shape[1])  # what one has more pads its embeddings: no tokens
+        student, other = logits[:, :size].log_softmax(-1), own[:, :size].log_softmax(-1)
+        loss = distillation.divergence(student, other, beta)  # (n,)
+        chosen = targets[rows, None]
+        logprob = student.gather(1, chosen)[:, 0]
+        total = loss.sum()
+        if costs is not None:
+            later, old = costs[0][rows], costs[1][rows]
+            total = total + ((logprob.detach() - old).exp() * later * logprob).sum()
+        with torch.no_grad():
+            kl = loss if beta == 1 else distillation.kl(student, other)
+            values = [loss, kl, logprob, other.gather(1, chosen)[:, 0], -(other.exp() * other).sum(-1)]
+            return total, torch.stack(values, 1)
+
+    return function
+
+
+def update(run: Run[DistillArgs], model: nn.Module, teacher: nn.Module, batch: Batch) -> Metrics:
+    """All optimiser steps on a batch of responses, in its order; the mean of each metric over them."""
+    args = run.args
+    learned = batch.extend(DistillBatch)
+    if args.objective == "sequence":
+        assert isinstance(batch, Rollout)
+        learned.costs = later_costs(run, model, teacher, batch)
+    num_rows = math.ceil(run.ranks.total(len(batch)) / run.ranks.world_size)
+    parts = torch.arange(len(batch), device=run.device).tensor_split(math.ceil(num_rows / args.mini_batch_size))
+    metrics = [update_minibatch(run, model, teacher, learned.select(rows)) for rows in parts]
+    means = {name: sum(row[name] for row in metrics) / len(metrics) for name in metrics[0]}
+    return means | (length_metrics(run, batch) if isinstance(batch, Rollout) else {})
+
+
+def update_minibatch(run: Run[DistillArgs], model: Any, teacher: Any, minibatch: DistillBatch) -> Metrics:
+    """One optimiser step; the gradient does not depend on how micro-batches are cut."""
+    args, count = run.args, max(run.ranks.total(minibatch.num_actions), 1.0)
+    micros = run.ranks.pad_passes(minibatch.by_group(args.micro_batch_size))
+    sums = torch.zeros(len(VALUES), device=run.device)
+    for i, rows in enumerate(micros):
+        micro = minibatch.select(rows)
+        with run.accumulate(model, enabled=i + 1 < len(micros)):
+            with run.autocast():
+                function = compare(teacher, micro, args.beta)
+            total, values = model.sum_over_logits(function, **policy_inputs(micro))  # (), (N, 5)
+            run.backward(total / count, micro.row)
+        sums += values.sum(0)
+    loss, kl, logprob, teacher_logprob, entropy = (run.ranks.sum(sums) / count).tolist()
+    metrics = {"train/loss": loss, "objective/kl": kl, "objective/entropy": -logprob}
+    metrics |= {"teacher/logprob": teacher_logprob, "teacher/entropy": entropy}
+    return metrics | {"policy/grad_norm": run.optimize("policy")}
+
+
+def later_costs(run: Run[DistillArgs], model: nn.Module, teacher: nn.Module, rollout: Rollout) -> Tensor:
+    """KLs of the later positions of each response, less their mean over the prompt's other responses: (B, T-1)."""
+    kl = action_values(run, model, teacher, rollout)[..., VALUES.index("kl")]  # (B, T-1)
+    later = distillation.later_sum(kl, rollout.action_mask)
+    groups = (rollout.group, rollout.num_groups, run.ranks.sum)
+    return later - distillation.other_rows_mean(later, rollout.action_mask, *groups)
+
+
+def action_values(run: Run[DistillArgs], model: nn.Module, teacher: nn.Module, batch: Batch) -> Tensor:
+    """`VALUES` of each action, without gradients, 0 elsewhere: (B, T-1, 5)."""
+    module, expert = (cast(Policy, getattr(one, "module", one)) for one in (model, teacher))
+    out = torch.zeros(*batch.action_mask.shape, len(VALUES), device=run.device)
+    with inference(module), run.autocast(), unsharded(module):
+        for rows in inference_batches(batch.attention_mask.sum(1), run.args.rollout_mini_batch_size):
+            part = batch.extend(DistillBatch, logprobs=None).select(rows)
+            _, values = module.sum_over_logits(compare(expert, part, run.args.beta), **policy_inputs(part))
+            width = part.action_mask.shape[1]
+            found = values.new_zeros(*part.action_mask.shape, len(VALUES))
+            found[part.action_mask] = values
+            out[rows, :width] = found
+    return out
+
+
+# ------------------------------------------------------------------------------------------ metrics and evaluation
+def length_metrics(run: Run[DistillArgs], rollout: Rollout) -> Metrics:
+    """Lengths of the responses of all ranks, and how much of them is repetition."""
+    columns = [rollout.lengths(), rollout.truncated.float(), repetition(rollout)]
+    means = row_means(run, columns, torch.ones_like(rollout.truncated))
+    names = ("completions/mean_length", "completions/truncated_ratio", "completions/repetition")
+    return dict(zip(names, means))
+
+
+def repetition(rollout: Rollout, length: int = 4) -> Tensor:
+    """Share of the runs of four tokens of each response that it has more than once: (B,), 0 of shorter ones."""
+    shares = []
+    for ids in rollout.response_ids():
+        runs = [tuple(ids[i : i + length]) for i in range(len(ids) - length + 1)]
+        shares.append(1 - len(set(runs)) / len(runs) if runs else 0.0)
+    return torch.tensor(shares, device=rollout.input_ids.device)
+
+
+@torch.no_grad()
+def evaluate(
+    run: Run[DistillArgs], sampler: RolloutSampler, model: nn.Module, teacher: nn.Module, rows: list[Row]
+) -> Metrics:
+    """KL and length of one response to each held-out prompt, with the same noise each time; keeps the first ones."""
+    rollout = sampler.sample_held_out(rows)
+    kl = action_values(run, model, teacher, rollout)[..., VALUES.index("kl")].sum(1)  # (B,) of each response
+    actions = rollout.action_mask.sum(1)
+    columns = [kl, actions, rollout.truncated.float(), repetition(rollout)]
+    total, length, truncated, repeated = row_means(run, columns, torch.ones_like(rollout.truncated))
+    if run.ranks.is_first and run.args.log_rollouts:
+        log_samples(run, rollout_rows(rollout, run.args.log_rollouts, -kl))
+    metrics = {"val/kl": total / max(length, 1e-9), "val/kl_of_response": total, "val/mean_length": length}
+    return metrics | {"val/truncated_ratio": truncated, "val/repetition": repeated}
+
+
+@one_line_errors
+def main(argv: list[str] | None = None) -> str:
+    """Run the program; returns the experiment dir."""
+    return str(train(parse(DistillArgs, argv)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,162 @@
+"""Distillation: gradients of each objective in float64, cuts of a batch, teachers on a shared backbone, steps on data."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from helpers import RunOfOneStep, assert_same_gradients, last_checkpoint, metrics, mixed_batch, rows_of
+from helpers.rollouts import rollout_of
+
+from lightrlhf import distill, sft
+from lightrlhf.cli.groups import FrozenArgs, ModelArgs
+from lightrlhf.cli.parser import parse
+from lightrlhf.distill import DistillArgs, DistillBatch, main, update_minibatch
+from lightrlhf.models.loading import load_policy
+from lightrlhf.models.probes import enable_packing
+from lightrlhf.models.roles import policy_inputs
+from lightrlhf.models.teacher import load_teacher
+
+EOS = 1
+PROMPT_ROWS = rows_of(6, 9, 3)
+PROMPTS = [PROMPT_ROWS[i] for i in (0, 0, 0, 1, 1, 2)]
+GROUP = torch.tensor([0, 0, 0, 1, 1, 2])
+RESPONSES = [[*row, EOS] for row in rows_of(6, 2, 4, 1, 3, 5)]
+
+
+def distill_args(**changes) -> DistillArgs:
+    sizes = {"num_generations": 3, "rollout_size": 2, "mini_batch_size": 6, "micro_batch_size": 6, "max_new_tokens": 12}
+    return DistillArgs(**({"data_dir": "x", "model_name": "tiny", "teacher": "y"} | sizes | changes))
+
+
+def load(name, tokenizer):
+    policy = load_policy(str(name), ModelArgs(model_name=str(name), disable_dropout=True), tokenizer, "--model_name")
+    enable_packing(policy)
+    return policy
+
+
+@pytest.fixture(scope="module")
+def student(base_model, tokenizer):
+    return load(base_model, tokenizer)
+
+
+@pytest.fixture(scope="module")
+def teacher(base_model, tokenizer):
+    """The student with other weights."""
+    policy = load(base_model, tokenizer).requires_grad_(False).eval()
+    generator = torch.Generator().manual_seed(5)
+    for parameter in policy.parameters():
+        parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator) * parameter.std())
+    return policy
+
+
+def batch_of(student, teacher, args: DistillArgs) -> DistillBatch:
+    rollout = dataclasses.replace(rollout_of(PROMPTS, RESPONSES), group=GROUP, num_groups=3)
+    with torch.no_grad():
+        inputs = {"attention_mask": rollout.attention_mask, "action_mask": rollout.action_mask}
+        rollout.logprobs = student(input_ids=rollout.input_ids, **inputs).logprobs
+    batch = rollout.extend(DistillBatch)
+    if args.objective == "sequence":
+        batch.costs = distill.later_costs(RunOfOneStep(args, policy=student), student, teacher, rollout)
+    return batch
+
+
+def gradients_of(student, teacher, args: DistillArgs, batch: DistillBatch) -> dict[str, torch.Tensor]:
+    run = RunOfOneStep(args, policy=student)
+    student.zero_grad()
+    update_minibatch(run, student, teacher, dataclasses.replace(batch))
+    student.zero_grad()
+    return run.gradients["policy"]
+
+
+def exact_loss(student, teacher, args: DistillArgs) -> torch.Tensor:
+    """The objective from its formula, with logits of whole rows."""
+    kls, logprobs, losses = [], [], []
+    for prompt, response in zip(PROMPTS, RESPONSES):
+        ids = torch.tensor([prompt + response])
+        p, q = (model.model(ids).logits[0, len(prompt) - 1 : -1].log_softmax(-1) for model in (student, teacher))
+        m = torch.logaddexp(p + torch.log(torch.tensor(1 - args.beta)), q + torch.log(torch.tensor(args.beta)))
+        reverse, forward = (p.exp() * (p - q)).sum(-1), (q.exp() * (q - p)).sum(-1)
+        mixed = args.beta * (q.exp() * (q - m)).sum(-1) + (1 - args.beta) * (p.exp() * (p - m)).sum(-1)
+        losses.append({0.0: forward, 1.0: reverse}.get(args.beta, mixed))
+        kls.append(reverse)
+        logprobs.append(p[torch.arange(len(response)), torch.tensor(response)])
+    total = sum(row.sum() for row in losses)
+    if args.objective == "sequence":
+        later = [(row.sum() - row.cumsum(0)).detach() for row in kls]
+        for i, row in enumerate(logprobs):
+            others = [j for j in range(len(GROUP)) if j != i and GROUP[j] == GROUP[i]]
+            for t in range(len(row)):
+                baseline = [later[j][t] if t < len(later[j]) else torch.zeros(()) for j in others]
+                total = total + row[t] * (later[i][t] - (sum(baseline) / len(baseline) if baseline else 0.0))
+    return total / sum(map(len, RESPONSES))
+
+
+SETTINGS = [{"beta": 1.0}, {"beta": 0.0}, {"beta": 0.3}, {"objective": "sequence"}]
+
+
+@pytest.mark.parametrize("changes", SETTINGS, ids=str)
+def test_the_gradient_is_that_of_the_formula_however_a_batch_is_cut(changes, student, teacher, monkeypatch):
+    args = distill_args(**changes)
+    batch = batch_of(student, teacher, args)
+    student.zero_grad()
+    exact_loss(student, teacher, args).backward()
+    expected = {name: p.grad.clone() for name, p in student.named_parameters()}
+    student.zero_grad()
+    assert_same_gradients(gradients_of(student, teacher, args, batch), expected, atol=2e-6)
+    for size in (1, 2):
+        cut = dataclasses.replace(args, micro_batch_size=size)
+        assert_same_gradients(gradients_of(student, teacher, cut, batch), expected, atol=2e-6)
+    monkeypatch.setattr("lightrlhf.models.roles.logit_rows", lambda size, device: 3)  # rows of logits at a time
+    assert_same_gradients(gradients_of(student, teacher, args, batch), expected, atol=2e-6)
+
+
+def test_a_teacher_that_is_the_student_gives_no_gradient(student):
+    for changes in SETTINGS:
+        args = distill_args(**changes)
+        gradients = gradients_of(student, student, args, batch_of(student, student, args))
+        assert max(float(gradient.abs().max()) for gradient in gradients.values()) < 1e-7
+
+
+@pytest.mark.parametrize("changes", [{}, {"objective": "position", "beta": 0.5, "student_share": 0.5}], ids=str)
+def test_a_run_comes_nearer_to_its_teacher(changes, runs, tmp_path):
+    """Also on its own responses in every other step alone."""
+    flags = [word for name, value in changes.items() for word in (f"--{name}", str(value))]
+    run = main(runs.flags("distill", tmp_path, "--eval_interval", 2, *flags))
+    rows = metrics(run)
+    first, *_, last = [row["objective/kl"] for row in rows if "objective/kl" in row]
+    assert last < first
+    names = {name for row in rows for name in row}
+    assert {"val/kl", "val/kl_of_response", "teacher/entropy", "completions/repetition"} <= names
+    sampled = [row["step"] for row in rows if "completions/repetition" in row]
+    assert sampled == ([1, 3, 5] if changes else [1, 2, 3, 4, 5, 6])
+
+
+def test_a_teacher_of_adapters_on_the_students_base_shares_its_backbone(runs, tmp_path, tokenizer):
+    start = ["--finetune_mode", "lora", "--learning_rate", "1e-1"]
+    teacher = last_checkpoint(sft.main(runs.flags("sft", tmp_path / "teacher", *start)))
+    flags = runs.flags("distill", tmp_path / "student", *start, "--teacher", teacher)
+    args = parse(DistillArgs, flags)
+    student = distill.load_student(None, args, tokenizer)
+    shared = load_teacher(None, args, student, tokenizer)
+    assert shared.model is student.model and shared.adapters and shared.adapters != student.adapters
+    whole = load_policy(str(teacher), FrozenArgs(), tokenizer, "--teacher").eval()
+    batch = mixed_batch()
+    inputs = policy_inputs(batch)
+    with torch.no_grad():
+        assert torch.allclose(shared.eval()(**inputs).logprobs, whole(**inputs).logprobs, atol=1e-5)
+    rows = metrics(main(flags))
+    assert rows[-1]["objective/kl"] < rows[0]["objective/kl"]
+
+
+def test_wrong_settings_are_refused():
+    for changes, name in (
+        ({"temperature": 0.7}, "--temperature"),
+        ({"top_p": 0.9}, "--top_p"),
+        ({"objective": "sequence", "beta": 0.5}, "--beta"),
+        ({"objective": "sequence", "student_share": 0.5}, "--student_share"),
+        ({"mini_batch_size": 64}, "--mini_batch_size"),
+    ):
+        with pytest.raises(ValueError, match=name):
+            distill_args(**changes)
