@@ -10,42 +10,42 @@ over the whole vocabulary; `--beta` chooses D: 1 the reverse KL(p || q), 0 the f
 generalised Jensen-Shannon divergence. b_t is the mean of the other responses to the prompt at their t-th token. The
 first objective forgets that a token changes the prefixes behind it, the second does not, and has more variance.
 
-`--student_share`: the share of the steps on the student's own responses; the others are on the data's.
+`--student_share`: the share of the steps on the student's own responses; the others are on the data's. With
+`--privileged_column` the teacher reads other words than the prompt, such as the prompt with a hint or a demonstration;
+without `--teacher` it is then the policy as it starts (Shenfeld et al. 2026, 2601.19897).
 
-Left out: k1 and k3 as a loss, k2 and k3 as a reward, whose gradients are not those of the KL they estimate; teachers
+Left out: k1 and k3 as a loss, k2 and k3 as a reward, whose gradients belong to other objectives; teachers
 with another tokenizer or on a server; sampling at another temperature, which would be on-policy for another policy.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from lightrlhf.cli import groups as flags
-from lightrlhf.cli.errors import one_line_errors
+from lightrlhf.cli.errors import UsageError, one_line_errors
 from lightrlhf.cli.fields import at_least, between, flag, positive
 from lightrlhf.cli.parser import parse
-from lightrlhf.data.batch import Batch, Rollout, finetune_batch, inference_batches
+from lightrlhf.data.batch import Batch, Rollout, finetune_batch
 from lightrlhf.data.rows import Given, load_splits
 from lightrlhf.data.splits import Row
 from lightrlhf.generation.rollout_metrics import row_means
 from lightrlhf.generation.rollout_sampler import RolloutSampler
 from lightrlhf.maths import distillation
-from lightrlhf.maths.head import LogitFunction
-from lightrlhf.models.forward import inference
 from lightrlhf.models.given import load_start
 from lightrlhf.models.roles import Policy, policy_inputs
-from lightrlhf.models.sharding import unsharded
-from lightrlhf.models.teacher import load_teacher
-from lightrlhf.training.rollout_log import log_samples, rollout_rows
+from lightrlhf.training.rollout_log import append_rollouts, log_samples, num_logged, rollout_rows, writing_rollouts
 from lightrlhf.training.run import Metrics, OnStep, Run
 from lightrlhf.training.start import begin, check_prompts
+from lightrlhf.training.teacher import VALUES, DistillBatch, action_values, compare, load_teacher, seen_by_teacher
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -65,8 +65,10 @@ class DistillArgs(
 
     experiment_name: str = "rlhf-distillation"
     """Folder below `log_dir` for the runs of one algorithm."""
-    teacher: str | None = flag(None, required="teacher", show="first")
+    teacher: str | None = flag(None, show="first")
     """Teacher: hub name, folder or experiment dir of a language model with the student's tokenizer."""
+    privileged_column: str | None = None
+    """Column of the prompts that the teacher reads instead of the prompt: a text or messages."""
     objective: Literal["position", "sequence"] = "position"
     """Divergence of each position with its prefix held fixed, or the KL of whole responses."""
     beta: float = between(0, 1, 1.0)
@@ -113,20 +115,21 @@ class DistillArgs(
                 f"{self.rollout_size} times --num_generations {self.num_generations}; try {responses}"
             )
 
+    def _check_given(self, given: Mapping[str, object]) -> None:
+        is_given = given.get("teacher") is not None
+        if not (self.teacher or is_given or self.privileged_column):
+            raise UsageError("--teacher is needed, or --privileged_column, by which the policy teaches itself")
+        if self.teacher and is_given:
+            raise UsageError(f"--teacher {self.teacher} contradicts teacher; give one of them")
+        if self.privileged_column and self.student_share != 1:
+            raise UsageError(
+                f"--student_share {self.student_share} with --privileged_column: demonstrations have no such column; "
+                "leave it at 1"
+            )
+
     def samples(self, step: int) -> bool:
         """Whether a step, counted from 0, is on the student's own responses."""
         return math.ceil((step + 1) * self.student_share) > math.ceil(step * self.student_share)
-
-
-@dataclass(kw_only=True)
-class DistillBatch(Batch):
-    """Responses to learn from."""
-
-    logprobs: Tensor | None = None  # (B, T-1) when they were sampled; None of demonstrations
-    costs: Tensor | None = None  # (B, T-1) with `--objective sequence`: later KLs less their baseline
-
-
-VALUES = ("loss", "kl", "logprob", "teacher_logprob", "teacher_entropy")  # of an action, see `compare`
 
 
 def train(
@@ -161,6 +164,7 @@ def train(
         if args.samples(step):
             with run.phase("rollout"):
                 batch = sampler.sample(step)  # K responses to each prompt, (B, T)
+            log_first(run, model, expert, batch)
         else:
             batch = draw_demonstrations(run, demonstrations, step, start.tokenizer.pad_token_id)
         with run.phase("update"):
@@ -191,46 +195,21 @@ def draw_demonstrations(run: Run[DistillArgs], rows: list[Row], step: int, pad_i
 
 
 # ------------------------------------------------------------------------------------------------------- the update
-def compare(teacher: Policy, batch: DistillBatch, beta: float) -> LogitFunction:
-    """The function of the student's logits that is summed over the actions, and what it shows of each: `VALUES`."""
-    mask = batch.action_mask
-    targets, logits_of_teacher = batch.input_ids[:, 1:][mask], teacher.logits_of(batch)  # (N,)
-    costs = None if batch.costs is None or batch.logprobs is None else (batch.costs[mask], batch.logprobs[mask])
-
-    def function(logits: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
-        own = logits_of_teacher(rows)  # (n, V)
-        size = min(own.shape[1], logits.shape[1])  # what one has more pads its embeddings: no tokens
-        student, other = logits[:, :size].log_softmax(-1), own[:, :size].log_softmax(-1)
-        loss = distillation.divergence(student, other, beta)  # (n,)
-        chosen = targets[rows, None]
-        logprob = student.gather(1, chosen)[:, 0]
-        total = loss.sum()
-        if costs is not None:
-            later, old = costs[0][rows], costs[1][rows]
-            total = total + ((logprob.detach() - old).exp() * later * logprob).sum()
-        with torch.no_grad():
-            kl = loss if beta == 1 else distillation.kl(student, other)
-            values = [loss, kl, logprob, other.gather(1, chosen)[:, 0], -(other.exp() * other).sum(-1)]
-            return total, torch.stack(values, 1)
-
-    return function
-
-
 def update(run: Run[DistillArgs], model: nn.Module, teacher: nn.Module, batch: Batch) -> Metrics:
     """All optimiser steps on a batch of responses, in its order; the mean of each metric over them."""
     args = run.args
-    learned = batch.extend(DistillBatch)
+    learned, seen = batch.extend(DistillBatch), seen_by_teacher(args, batch)
     if args.objective == "sequence":
         assert isinstance(batch, Rollout)
         learned.costs = later_costs(run, model, teacher, batch)
     num_rows = math.ceil(run.ranks.total(len(batch)) / run.ranks.world_size)
     parts = torch.arange(len(batch), device=run.device).tensor_split(math.ceil(num_rows / args.mini_batch_size))
-    metrics = [update_minibatch(run, model, teacher, learned.select(rows)) for rows in parts]
+    metrics = [update_minibatch(run, model, teacher, learned.select(rows), seen.select(rows)) for rows in parts]
     means = {name: sum(row[name] for row in metrics) / len(metrics) for name in metrics[0]}
     return means | (length_metrics(run, batch) if isinstance(batch, Rollout) else {})
 
 
-def update_minibatch(run: Run[DistillArgs], model: Any, teacher: Any, minibatch: DistillBatch) -> Metrics:
+def update_minibatch(run: Run[DistillArgs], model: Any, teacher: Any, minibatch: DistillBatch, seen: Batch) -> Metrics:
     """One optimiser step; the gradient does not depend on how micro-batches are cut."""
     args, count = run.args, max(run.ranks.total(minibatch.num_actions), 1.0)
     micros = run.ranks.pad_passes(minibatch.by_group(args.micro_batch_size))
@@ -239,8 +218,8 @@ def update_minibatch(run: Run[DistillArgs], model: Any, teacher: Any, minibatch:
         micro = minibatch.select(rows)
         with run.accumulate(model, enabled=i + 1 < len(micros)):
             with run.autocast():
-                function = compare(teacher, micro, args.beta)
-            total, values = model.sum_over_logits(function, **policy_inputs(micro))  # (), (N, 5)
+                function = compare(teacher, micro, seen.select(rows), args.beta)
+            total, values = model(**policy_inputs(micro), function=function)  # (), (N, 5)
             run.backward(total / count, micro.row)
         sums += values.sum(0)
     loss, kl, logprob, teacher_logprob, entropy = (run.ranks.sum(sums) / count).tolist()
@@ -257,22 +236,17 @@ def later_costs(run: Run[DistillArgs], model: nn.Module, teacher: nn.Module, rol
     return later - distillation.other_rows_mean(later, rollout.action_mask, *groups)
 
 
-def action_values(run: Run[DistillArgs], model: nn.Module, teacher: nn.Module, batch: Batch) -> Tensor:
-    """`VALUES` of each action, without gradients, 0 elsewhere: (B, T-1, 5)."""
-    module, expert = (cast(Policy, getattr(one, "module", one)) for one in (model, teacher))
-    out = torch.zeros(*batch.action_mask.shape, len(VALUES), device=run.device)
-    with inference(module), run.autocast(), unsharded(module):
-        for rows in inference_batches(batch.attention_mask.sum(1), run.args.rollout_mini_batch_size):
-            part = batch.extend(DistillBatch, logprobs=None).select(rows)
-            _, values = module.sum_over_logits(compare(expert, part, run.args.beta), **policy_inputs(part))
-            width = part.action_mask.shape[1]
-            found = values.new_zeros(*part.action_mask.shape, len(VALUES))
-            found[part.action_mask] = values
-            out[rows, :width] = found
-    return out
-
-
 # ------------------------------------------------------------------------------------------ metrics and evaluation
+def log_first(run: Run[DistillArgs], model: nn.Module, teacher: nn.Module, rollout: Rollout) -> None:
+    """Log the first samples of a step where metrics are logged: their scores are minus the KL of the response, their
+    advantages minus the KL of each token."""
+    if number := num_logged(run, len(rollout)):
+        with writing_rollouts(run):
+            part = rollout.select(rollout.group.argsort(stable=True)[:number])
+            kl = action_values(run, model, teacher, part)[..., VALUES.index("kl")]  # (b, T-1)
+            append_rollouts(run, rollout_rows(part, number, -kl.sum(1), advantages=-kl))
+
+
 def length_metrics(run: Run[DistillArgs], rollout: Rollout) -> Metrics:
     """Lengths of the responses of all ranks, and how much of them is repetition."""
     columns = [rollout.lengths(), rollout.truncated.float(), repetition(rollout)]

@@ -55,7 +55,7 @@ def other_rows_mean(
 ) -> Tensor:
     """Mean of the values at the same action number of the group's other rows: (B, T-1) -> (B, T-1), 0 off actions.
 
-    A row that has ended counts as 0 there. It is no function of the row's own tokens, so as a baseline it leaves the
+    A row that has ended counts as 0 there. It does not depend on the row's own tokens, so as a baseline it leaves the
     expectation of a gradient as it is; 0 for a group of one row. Numbers count actions: 0 is a row's first one.
     """
     reduce = sum_over_ranks or (lambda tensor: tensor)

@@ -164,7 +164,7 @@ class LinearHead(torch.autograd.Function):
 
 
 class HeadSum(torch.autograd.Function):
-    """See `head_sum`; the weights are those of the head that are trained."""
+    """See `head_sum`; weights: the head's trained parameters."""
 
     @staticmethod
     def forward(

@@ -146,20 +146,25 @@ class Policy(Role):
         label_ids: Tensor | None = None,
         allowed: Tensor | None = None,
         group: Tensor | None = None,
-    ) -> TokenStats:
-        """(B, T) ids and masks -> log-probabilities of the actions at `temperature`; entropies and means on request.
+        function: LogitFunction | None = None,
+    ) -> Any:
+        """(B, T) ids and masks -> `TokenStats` of the actions at `temperature`; entropies and means on request.
 
         label_ids (L,), allowed (B, 1, L) bool: restrict the actions to these tokens, in each row to the allowed ones.
-        group: as in `Batch`.
+        group: as in `Batch`. function: of the logits of the N actions, whose sum, (), and values, (N, k), are returned
+        instead; see `maths.head.head_sum`.
         """
         if not len(input_ids):
             ids, mask, actions = _dummy_batch(input_ids)
-            return self.forward(ids, mask, actions, temperature, with_entropy, with_mean).map(lambda row: row[:0])
+            found = self.forward(ids, mask, actions, temperature, with_entropy, with_mean, function=function)
+            return found if function else found.map(lambda row: row[:0])
         targets = input_ids[:, 1:][action_mask]  # (N,)
         if label_ids is None:
             with self.active():
                 states, head = self._states(input_ids, attention_mask, action_mask, group=group)
                 rows = logit_rows(embedding_rows(self.model), input_ids.device.type)
+                if function:
+                    return head_sum(states, head, function, rows)
                 stats = TokenStats(*head_logprobs(states, head, targets, temperature, with_entropy, with_mean, rows))
         else:
             logits = self.choice_logits(input_ids, attention_mask, action_mask, label_ids, allowed)
@@ -197,22 +202,6 @@ class Policy(Role):
             return logits
         allowed_here = allowed.expand(-1, action_mask.shape[1], -1)[action_mask]  # (N, L)
         return logits.masked_fill(~allowed_here, -1e9)  # -inf would make the entropy and its gradient NaN
-
-    def sum_over_logits(
-        self,
-        function: LogitFunction,
-        input_ids: Tensor,
-        attention_mask: Tensor,
-        action_mask: Tensor,
-        group: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Sum over the N actions of a function of their logits, and values of each action, (N, k); see `head_sum`."""
-        if not len(input_ids):
-            return self.sum_over_logits(function, *_dummy_batch(input_ids))
-        with self.active():
-            states, head = self._states(input_ids, attention_mask, action_mask, group=group)
-            rows = logit_rows(embedding_rows(self.model), input_ids.device.type)
-            return head_sum(states, head, function, rows)
 
     def logits_of(self, batch: Batch) -> Callable[[slice], Tensor]:
         """The function that gives the logits (n, V), without a gradient, of a slice of the batch's actions.

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lightrlhf.cli.errors import RunFailure, UsageError
 from lightrlhf.cli.groups import TrainArgs
 from lightrlhf.maths.finite import not_finite
-from lightrlhf.models.roles import Policy, count_parameters
+from lightrlhf.models.roles import count_parameters
 from lightrlhf.models.sharding import clip_gradients, full_tensors, is_sharded, materialize, meta_copy, shard_like
 from lightrlhf.models.tensor_parallel import check_splittable
 from lightrlhf.training.dry_run import DryRun
@@ -108,8 +108,6 @@ class Learners:
             wrapped, optimizer = self.fabric.setup(module, make_optimizer(args, module, learning_rate))
         else:
             wrapped = self.fabric.setup_module(module)  # first, for sharding replaces the parameters
-            if isinstance(module, Policy):
-                wrapped.mark_forward_method("sum_over_logits")
             optimizer = self.fabric.setup_optimizers(make_optimizer(args, module, learning_rate))
         return wrapped, optimizer
 

@@ -1,4 +1,4 @@
-"""Distillation: gradients of each objective in float64, cuts of a batch, teachers on a shared backbone, steps on data."""
+"""Distillation: float64 gradients of each objective, cuts of a batch, shared backbones, steps on demonstrations."""
 
 from __future__ import annotations
 
@@ -10,13 +10,16 @@ from helpers import RunOfOneStep, assert_same_gradients, last_checkpoint, metric
 from helpers.rollouts import rollout_of
 
 from lightrlhf import distill, sft
+from lightrlhf.cli.errors import RunFailure
 from lightrlhf.cli.groups import FrozenArgs, ModelArgs
 from lightrlhf.cli.parser import parse
-from lightrlhf.distill import DistillArgs, DistillBatch, main, update_minibatch
+from lightrlhf.data.batch import Batch
+from lightrlhf.data.tokens import encode_prompt
+from lightrlhf.distill import DistillArgs, main, update_minibatch
 from lightrlhf.models.loading import load_policy
 from lightrlhf.models.probes import enable_packing
 from lightrlhf.models.roles import policy_inputs
-from lightrlhf.models.teacher import load_teacher
+from lightrlhf.training.teacher import DistillBatch, load_teacher, seen_by_teacher
 
 EOS = 1
 PROMPT_ROWS = rows_of(6, 9, 3)
@@ -65,7 +68,7 @@ def batch_of(student, teacher, args: DistillArgs) -> DistillBatch:
 def gradients_of(student, teacher, args: DistillArgs, batch: DistillBatch) -> dict[str, torch.Tensor]:
     run = RunOfOneStep(args, policy=student)
     student.zero_grad()
-    update_minibatch(run, student, teacher, dataclasses.replace(batch))
+    update_minibatch(run, student, teacher, dataclasses.replace(batch), batch.extend(Batch))
     student.zero_grad()
     return run.gradients["policy"]
 
@@ -148,6 +151,26 @@ def test_a_teacher_of_adapters_on_the_students_base_shares_its_backbone(runs, tm
         assert torch.allclose(shared.eval()(**inputs).logprobs, whole(**inputs).logprobs, atol=1e-5)
     rows = metrics(main(flags))
     assert rows[-1]["objective/kl"] < rows[0]["objective/kl"]
+
+
+def test_a_policy_teaches_itself_by_what_its_start_says_behind_other_words(runs, tmp_path, tokenizer):
+    prompts = [{"prompt": "Do you have tea?", "seen": "Do you have tea? Say yes."}, {"prompt": "Hi", "seen": "Hello"}]
+    args = parse(DistillArgs, runs.flags("distill", tmp_path, "--privileged_column", "seen"))
+    args = dataclasses.replace(args, teacher=None)
+    start = load_policy(args.model_name, ModelArgs(), tokenizer, "--model_name").eval()
+    rows = []
+    distill.train(args, tokenizer=tokenizer, prompts=prompts, on_step=lambda step, metrics: rows.append(metrics))
+    assert rows[0]["objective/kl"] > 0 and rows[-1]["objective/kl"] < rows[0]["objective/kl"]
+    batch = rollout_of([encode_prompt(tokenizer, prompts[0]["prompt"])], [[5, 6, EOS]], tokenizer=tokenizer)
+    batch = dataclasses.replace(batch, columns=[prompts[0]], row=torch.tensor([0]))
+    seen = seen_by_teacher(args, batch)
+    expected = [*encode_prompt(tokenizer, prompts[0]["seen"]), 5, 6, EOS]
+    assert seen.input_ids[0].tolist() == expected and seen.action_mask.sum() == 3
+    logits = start.logits_of(seen)(slice(None)).log_softmax(-1)
+    whole = start.model(torch.tensor([expected])).logits[0, -4:-1].log_softmax(-1)
+    assert torch.allclose(logits, whole, atol=1e-5)
+    with pytest.raises(RunFailure, match="--privileged_column"):
+        seen_by_teacher(args, dataclasses.replace(batch, columns=[{}]))
 
 
 def test_wrong_settings_are_refused():
