@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from lightrlhf.cli.errors import UsageError as UsageError
     from lightrlhf.data.batch import Batch as Batch
     from lightrlhf.data.batch import Rollout as Rollout
+    from lightrlhf.distill import DistillArgs as DistillArgs
     from lightrlhf.dpo import DPOArgs as DPOArgs
     from lightrlhf.envs import make_env as make_env
     from lightrlhf.generation.rollout import generate_rollout as generate_rollout

@@ -25,7 +25,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +37,7 @@ from lightrlhf.cli.parser import parse
 from lightrlhf.data.batch import Batch, Rollout, finetune_batch
 from lightrlhf.data.rows import Given, load_splits
 from lightrlhf.data.splits import Row
+from lightrlhf.data.types import PreTrainedModel, Tokenizer
 from lightrlhf.generation.rollout_metrics import row_means
 from lightrlhf.generation.rollout_sampler import RolloutSampler
 from lightrlhf.maths import distillation
@@ -46,9 +47,6 @@ from lightrlhf.training.rollout_log import append_rollouts, log_samples, num_log
 from lightrlhf.training.run import Metrics, OnStep, Run
 from lightrlhf.training.start import begin, check_prompts
 from lightrlhf.training.teacher import VALUES, DistillBatch, action_values, compare, load_teacher, seen_by_teacher
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +135,7 @@ def train(
     *,
     policy: PreTrainedModel | Policy | None = None,
     teacher: PreTrainedModel | Policy | None = None,
-    tokenizer: PreTrainedTokenizerBase | None = None,
+    tokenizer: Tokenizer | None = None,
     prompts: Given | None = None,
     on_step: OnStep | None = None,
 ) -> Path:
@@ -173,14 +171,12 @@ def train(
     return run.finish()
 
 
-def load_student(
-    given: PreTrainedModel | Policy | None, args: DistillArgs, tokenizer: PreTrainedTokenizerBase
-) -> Policy:
+def load_student(given: PreTrainedModel | Policy | None, args: DistillArgs, tokenizer: Tokenizer) -> Policy:
     """The policy that is trained; with LoRA a teacher may share its backbone."""
     return load_start(given, args, tokenizer, shares=args.strategy not in ("fsdp", "deepspeed"))
 
 
-def load_demonstrations(args: DistillArgs, tokenizer: PreTrainedTokenizerBase) -> list[Row]:
+def load_demonstrations(args: DistillArgs, tokenizer: Tokenizer) -> list[Row]:
     """Demonstrations for the steps that are not on the student's own responses; none where all are."""
     if args.student_share == 1:
         return []

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from lightrlhf.cli.errors import RunFailure
 from lightrlhf.cli.groups import FrozenArgs
 from lightrlhf.data.batch import Batch, Rollout, inference_batches, response_batch
 from lightrlhf.data.tokens import encode_prompt
+from lightrlhf.data.types import PreTrainedModel, Tokenizer
 from lightrlhf.maths import distillation
 from lightrlhf.maths.head import LogitFunction
 from lightrlhf.models import lora
@@ -27,9 +28,6 @@ from lightrlhf.models.roles import Policy, policy_inputs
 from lightrlhf.models.sharding import unsharded
 from lightrlhf.models.tokenizer import check_stored_ids
 from lightrlhf.training.run import Run
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 FLAG = "--teacher"
 VALUES = ("loss", "kl", "logprob", "teacher_logprob", "teacher_entropy")  # of an action, see `compare`
@@ -57,7 +55,7 @@ class TeacherArgs(Protocol):
 
 
 def load_teacher(
-    given: PreTrainedModel | Policy | None, args: TeacherArgs, student: Policy, tokenizer: PreTrainedTokenizerBase
+    given: PreTrainedModel | Policy | None, args: TeacherArgs, student: Policy, tokenizer: Tokenizer
 ) -> Policy:
     """The given teacher, else `--teacher`; without both the policy as it starts, for `--privileged_column`.
 

@@ -118,6 +118,7 @@ def furnished(tmp_path_factory, cafe_data, unpaired_data, tokenizer, sft_dir, rm
         target = folder / "logs" / Path(experiment).relative_to(Path(experiment).parents[3])
         link_latest(Path(shutil.copytree(experiment, target)))
     data = {"data_dir": folder / "data" / "cafe" / "tiny", "rm_experiment_dir": rm_dir, "sft_experiment_dir": sft_dir}
+    data["teacher"] = sft_dir
     for name in EXPLAINED:
         if name not in ("sft", "rm"):
             where = {"data_dir": unpaired_data} if TRAINING[name].data == "unpaired" else {}
