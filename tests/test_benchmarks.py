@@ -12,6 +12,7 @@ from helpers import ROOT, tiny_model
 from helpers.errors import error_naming, refused
 from helpers.programs import main_of
 from helpers.tiny_runs import TRAINED, TinyRuns
+from transformers import AutoModelForCausalLM
 
 from benchmarks import growth, tables
 from benchmarks import run as benchmark
@@ -20,6 +21,8 @@ from benchmarks.inputs import EOS, SIZES, DataSize, even_lengths, even_words, wr
 from benchmarks.roofline import grpo_floor
 from benchmarks.worker import count_tokens
 from lightrlhf.cli.errors import UsageError
+from lightrlhf.cli.groups import ModelArgs
+from lightrlhf.models.loading import load_policy
 from lightrlhf.programs import TRAINING
 from lightrlhf.training import roofline
 from lightrlhf.training.roofline import (
@@ -302,8 +305,6 @@ def test_the_gpu_suite_says_when_there_is_none(monkeypatch, capsys):
 
 # -------------------------------------------------------------------------------------------------------- inputs
 def test_a_model_stops_as_often_as_it_is_told(tmp_path):
-    from transformers import AutoModelForCausalLM
-
     write_models(tmp_path, SIZES["tiny"], mean_length=5)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "policy")
     with torch.no_grad():
@@ -357,9 +358,6 @@ def test_a_gradient_that_reaches_the_last_layer_only_costs_less():
 
 
 def test_adapters_cost_nothing_but_gradients_pass_through():
-    from lightrlhf.cli.groups import ModelArgs
-    from lightrlhf.models.loading import load_policy
-
     plain = Shape.of(tiny_model("llama"))
     role = load_policy("tiny", ModelArgs(finetune_mode="lora", lora_rank=2), VocabularyOnly())
     shape = Shape.of(role.model, role)

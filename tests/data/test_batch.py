@@ -1,5 +1,7 @@
 """Batches and token ids: action masks, padding, packing, batching by length, splits."""
 
+import copy
+
 import pytest
 import torch
 from helpers.errors import error_naming
@@ -94,8 +96,6 @@ def test_every_cafe_answer_trains_exactly_one_eos_and_no_prompt_token(cafe_data,
 # ------------------------------------------------------------------------------------------------------- encoding
 def tokenizer_with_bos(tokenizer):
     """A tokenizer that begins every text with a BOS of its own, as Llama's does."""
-    import copy
-
     from tokenizers.processors import TemplateProcessing
 
     other = copy.deepcopy(tokenizer)

@@ -16,10 +16,11 @@ from helpers import environment
 from helpers.data import arguments, collected, every, gpt2_like, write_lines
 from helpers.errors import error_naming
 from helpers.processes import PATIENCE, started
+from transformers import AutoTokenizer
 
 from datasets_prep import common
 from datasets_prep.common import PrepareArgs, prepare
-from datasets_prep.encoding import Encoder
+from datasets_prep.encoding import Encoder, targets_of
 from datasets_prep.generic import prepare_data as generic
 from datasets_prep.helpful_harmless import prepare_data as helpful_harmless
 from datasets_prep.splits import Placement, shares_of
@@ -267,7 +268,6 @@ def test_args_report_and_tokenizer_are_stored(write, tokenizer_dir):
     stored = json.loads((folder / "args.json").read_text())
     assert stored["max_length"] == 1024 and stored["tokenizer_name"] == str(tokenizer_dir)
     assert {"python", "torch", "transformers"} <= stored["versions"].keys() and stored["judge"] is None
-    from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
     assert tokenizer.chat_template and tokenizer.pad_token_id == tokenizer.eos_token_id
@@ -287,8 +287,6 @@ def test_masked_sample_shows_the_response(write):
 
 
 def test_unmasked_prompt_has_targets():
-    from datasets_prep.encoding import targets_of
-
     (example,) = every(collected([{"prompt": "hello", "completion": " you"}], stage="finetune")[0], "finetune")
     assert (targets_of(example, mask_prompt=False) == example.ids[0]).all()
 

@@ -12,6 +12,8 @@ from helpers.servers import Scripted
 
 pytest.importorskip("gymnasium", reason="needs pip install -e '.[envs]'")
 
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
 from datasets_prep.text_envs import prepare_data
 from datasets_prep.text_envs.prepare_data import SETS, TextEnvArgs, rows_of, take
 from datasets_prep.text_envs.reflections import request
@@ -181,8 +183,6 @@ def test_late_states_occur_only_after_a_start_by_the_oracle():
 
 
 def test_the_base_model_is_small_and_reproducible(taxi_data, tmp_path):
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     model = AutoModelForCausalLM.from_pretrained(taxi_data / "base")
     tokenizer = AutoTokenizer.from_pretrained(taxi_data / "base")
     assert 50_000 < model.num_parameters() < 150_000 and len(tokenizer) <= 512

@@ -5,6 +5,7 @@ import json
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from datasets_prep import train_tokenizer
 from datasets_prep.helpful_harmless import prepare_data
@@ -28,8 +29,6 @@ def pairs(tmp_path_factory):
 
 
 def trained(pairs, folder, *flags):
-    from transformers import AutoTokenizer
-
     train_tokenizer.main(["--dataset_name", str(pairs), "--destination_dir", str(folder), *flags])
     return AutoTokenizer.from_pretrained(folder)
 

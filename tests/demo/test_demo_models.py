@@ -33,6 +33,7 @@ from lightrlhf.demo.summaries import summary_fields, summary_prompt
 from lightrlhf.generation.engine import generate, generate_steps
 from lightrlhf.models.loading import load_policy
 from lightrlhf.models.tokenizer import load_tokenizer
+from lightrlhf.sft import main
 from lightrlhf.storage.run_dir import choices, locate
 
 DEVICE = torch.device("cpu")
@@ -80,8 +81,6 @@ def test_interleaved_streams_of_one_model_do_not_mix():
 @pytest.fixture(scope="module")
 def lora_dir(cafe_data, sft_dir, logs):
     """A LoRA stage on top of the supervised one."""
-    from lightrlhf.sft import main
-
     flags = ["--max_steps", "2", "--finetune_mode", "lora", "--learning_rate", "1e-2", "--lr_warmup_steps", "0"]
     flags += ["--experiment_name", "lora"]
     return main(["--data_dir", str(cafe_data), "--model_name", sft_dir, "--log_dir", str(logs), *CPU, *flags])

@@ -17,6 +17,8 @@ import pytest
 from helpers import reseal
 from helpers.processes import PATIENCE
 
+from lightrlhf.cli.parser import parse
+
 pytest.importorskip("gradio", reason="needs pip install -e '.[demo]'")
 httpx = pytest.importorskip("httpx")
 
@@ -29,7 +31,6 @@ ANSWERED = {200, 204, 206}
 @pytest.fixture(scope="module")
 def world(tmp_path_factory, sft_dir, base_model):
     """A served page: its port, its Gradio app, and the folders it may not tell of."""
-    from lightrlhf.cli.parser import parse
     from lightrlhf.demo.args import DemoArgs
     from lightrlhf.demo.page import build, serve
     from lightrlhf.demo.session import DemoBackend

@@ -16,6 +16,7 @@ from helpers.rollout_files import TOKENIZER, experiment, hacked_run, logged_row,
 
 pytest.importorskip("gradio", reason="needs pip install -e '.[demo]'")
 
+from lightrlhf.cli.parser import parse
 from lightrlhf.demo.rollouts_tab import Rollouts
 from lightrlhf.training.rollout_log import FILE
 
@@ -61,7 +62,6 @@ def runs(tmp_path_factory) -> dict[str, Path]:
 @pytest.fixture(scope="module")
 def address(runs):
     """The address of the demo that serves them, in this process."""
-    from lightrlhf.cli.parser import parse
     from lightrlhf.demo.args import DemoArgs
     from lightrlhf.demo.page import build, serve
     from lightrlhf.demo.session import DemoBackend

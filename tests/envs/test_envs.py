@@ -15,7 +15,7 @@ from helpers.processes import PATIENCE
 gymnasium = pytest.importorskip("gymnasium", reason="needs pip install -e '.[envs]'")
 
 from lightrlhf.cli.errors import RunFailure, UsageError  # noqa: E402
-from lightrlhf.envs import MEMBERS, information, make_env, prompts, read_options  # noqa: E402
+from lightrlhf.envs import MEMBERS, TextEnv, information, make_env, prompts, read_options  # noqa: E402
 from lightrlhf.envs.dangerous_taxi import ABOARD, DROPOFF, FULL, PICKUP  # noqa: E402
 
 SPLITS = ("train", "validation", "test")
@@ -366,7 +366,5 @@ def test_labels_are_single_tokens_or_refused(tokenizer):
 
 
 def test_the_protocol_contains_all_checked_members():
-    from lightrlhf.envs import TextEnv
-
     described = set(TextEnv.__annotations__) | {name for name in vars(TextEnv) if not name.startswith("_")}
     assert set(MEMBERS) <= described

@@ -1,5 +1,6 @@
 """Dialogues: tokens stay as they were sampled, turns batch together, and whoever speaks as the user says its part."""
 
+import copy
 import json
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -9,10 +10,20 @@ import torch
 from helpers import save_model, tiny_policy
 from helpers.errors import error_naming
 
+from datasets_prep.cafe_talk.prepare_data import main as prepare
 from lightrlhf.cli.errors import RunFailure, UsageError
 from lightrlhf.cli.groups import DecodingArgs
 from lightrlhf.data.tokens import encode_prompt
-from lightrlhf.generation.dialogues import Dialogue, as_row, from_row, noise_of, roll_out, score_turns, user_turn_ids
+from lightrlhf.generation.dialogues import (
+    Dialogue,
+    as_row,
+    from_row,
+    load_dialogues,
+    noise_of,
+    roll_out,
+    score_turns,
+    user_turn_ids,
+)
 from lightrlhf.generation.users import ScriptedUser, UserArgs, instruction, load_user, question_of, recorded_user
 
 ARGS = DecodingArgs(max_new_tokens=7, temperature=0.9)
@@ -66,9 +77,6 @@ def test_tokens_in_are_the_tokens_out(policy, tokenizer):
 
 def test_a_rolled_dialogue_reads_as_prepared_data_does(tokenizer, tmp_path):
     """The ids of whole turns are those that data preparation gives the same messages."""
-    from datasets_prep.cafe_talk.prepare_data import main as prepare
-    from lightrlhf.generation.dialogues import load_dialogues
-
     tokenizer.save_pretrained(tmp_path / "tokenizer")
     flags = ["--tokenizer_name", str(tmp_path / "tokenizer"), "--num_dialogues", "6", "--num_held_out", "2"]
     prepare(["--destination_dir", str(tmp_path / "data"), *flags, "--num_proc", "1"])
@@ -128,8 +136,6 @@ def test_a_scorer_sees_each_prefix_with_its_own_ids(policy, tokenizer):
 
 
 def test_a_template_that_rewrites_turns_is_refused(tokenizer):
-    import copy
-
     rewriting = copy.deepcopy(tokenizer)
     rewriting.chat_template = "{{ messages | length }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
     with error_naming(UsageError, "earlier turns"):

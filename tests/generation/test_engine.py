@@ -10,6 +10,7 @@ from helpers.zoo import zoo_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import GenerationConfig
 
 from lightrlhf.cli.errors import NotFinite, UsageError
 from lightrlhf.cli.groups import DecodingArgs, ModelArgs
@@ -298,8 +299,6 @@ def test_a_prompt_that_leaves_no_room_is_refused_with_what_fits():
 # ---------------------------------------------------------------------------------------------- distribution
 def by_processors(logits: torch.Tensor, args: DecodingArgs, ids: torch.Tensor) -> torch.Tensor:
     """Probabilities (V,) after Hugging Face's own processors, in the order of its `generate`; ids: the text so far."""
-    from transformers import GenerationConfig
-
     names = ("do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty")
     config = GenerationConfig(**{name: getattr(args, name) for name in names})
     model = tiny_model("llama")

@@ -11,7 +11,9 @@ from helpers.processes import PATIENCE
 from helpers.servers import RawServer, Scripted, half_closed, reply, silent, status, wait_at_most
 
 from lightrlhf.cli.errors import RunFailure
+from lightrlhf.generate import main
 from lightrlhf.generation.openai_client import RemoteArgs, Reply, Servers
+from lightrlhf.storage.jsonl import read_jsonl, write_jsonl
 
 
 def client(*servers: Scripted, request: float = PATIENCE, **options) -> Servers:
@@ -189,9 +191,6 @@ def test_transformers_serve_answers(transformers_serve):
 
 @pytest.mark.slow
 def test_generate_writes_what_transformers_serve_answers(transformers_serve, tmp_path):
-    from lightrlhf.generate import main
-    from lightrlhf.storage.jsonl import read_jsonl, write_jsonl
-
     url, model = transformers_serve
     chat = [{"role": "user", "content": "Two coffees, please."}]
     write_jsonl(tmp_path / "prompts.jsonl", [{"prompt": "A tea", "n": 1}, {"prompt": chat, "n": 2}])

@@ -9,6 +9,7 @@ from helpers import CPU, save_model, tiny_model, tiny_policy
 from helpers.errors import error_naming, refused
 from helpers.trained import train_a_little
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, BertConfig, BertLMHeadModel, MixtralConfig, MixtralForCausalLM
 
 from lightrlhf import sft
 from lightrlhf.cli.errors import UsageError
@@ -49,8 +50,6 @@ def reshaped(folder):
 
 def sharded(folder):
     """The folder in shards, and the shard of `KEY`."""
-    from transformers import AutoModelForCausalLM
-
     model = AutoModelForCausalLM.from_pretrained(folder)
     (folder / FILE).unlink()
     model.save_pretrained(folder, max_shard_size="20KB")
@@ -120,8 +119,6 @@ def test_a_tied_output_layer_need_not_be_stored(architecture, key, tokenizer, tm
 
 
 def test_an_architecture_with_another_head_is_refused_as_such(tokenizer, tmp_path):
-    from transformers import BertConfig, BertLMHeadModel
-
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
     BertLMHeadModel(BertConfig(vocab_size=len(tokenizer), is_decoder=True, **sizes)).save_pretrained(tmp_path)
     with error_naming(UsageError, "bert", "reward model"):
@@ -135,8 +132,6 @@ def test_quantised_weights_are_drawn_of_no_missing_tensor(copied, tokenizer):
 
 
 def test_a_missing_expert_is_no_expert_less(tokenizer, tmp_path):
-    from transformers import MixtralConfig, MixtralForCausalLM
-
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
     config = MixtralConfig(vocab_size=len(tokenizer), num_key_value_heads=2, num_local_experts=2, **sizes)
     MixtralForCausalLM(config).save_pretrained(tmp_path)

@@ -10,6 +10,7 @@ from helpers.errors import error_naming
 from helpers.programs import assert_resumes
 from helpers.trained import logits_of, train_a_little
 from torch import nn
+from transformers import AutoModelForCausalLM
 
 from lightrlhf import dpo, grpo, ppo, rm, sft
 from lightrlhf.cli.errors import UsageError
@@ -29,8 +30,6 @@ def args(**changes) -> ModelArgs:
 
 def rounded(folder: Path, into: Path, tokenizer) -> Path:
     """A copy of a model whose weights were rounded to bfloat16 and are stored in float32."""
-    from transformers import AutoModelForCausalLM
-
     AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).float().save_pretrained(into)
     tokenizer.save_pretrained(into)
     return into
@@ -222,8 +221,6 @@ def test_the_matrices_of_a_given_bfloat16_model_stay_where_they_are(tokenizer):
 
 
 def test_a_base_that_is_rounded_is_noted(bases, tokenizer, capsys):
-    from transformers import AutoModelForCausalLM
-
     load_policy(str(bases[0]), args(base_dtype="bfloat16"), tokenizer)
     assert "is stored in float32, and --base_dtype bfloat16 rounds it" in capsys.readouterr().out
     published = bases[0].parent / "published"

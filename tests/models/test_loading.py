@@ -10,6 +10,7 @@ from helpers import assert_same_gradients, gradients, mixed_batch, rows_of, save
 from helpers.errors import error_naming
 from helpers.trained import logits_of, train_a_little
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.cli.groups import ModelArgs
@@ -104,8 +105,6 @@ def export(module, folder, tokenizer):
 @pytest.mark.parametrize("architecture", TRAINABLE)
 @pytest.mark.parametrize("mode", ["all", "last_layer", "lora"])
 def test_an_export_loaded_by_transformers_gives_the_trained_logits(architecture, mode, tmp_path, tokenizer):
-    from transformers import AutoModelForCausalLM
-
     base = save_model(architecture, tmp_path / "base", tokenizer)
     policy = load_policy(str(base), ModelArgs(finetune_mode=mode), tokenizer)
     ids = torch.tensor(rows_of(9))
@@ -129,8 +128,6 @@ def test_exporting_adapters_leaves_the_training_model_untouched(base_model, toke
 
 
 def test_a_lora_stage_on_top_of_a_lora_stage_keeps_both(base_model, tokenizer, tmp_path):
-    from transformers import AutoModelForCausalLM
-
     ids, args = torch.tensor(rows_of(9)), ModelArgs(finetune_mode="lora")
     first = load_policy(str(base_model), args, tokenizer)
     train_a_little(first)
@@ -147,8 +144,6 @@ def test_a_lora_stage_on_top_of_a_lora_stage_keeps_both(base_model, tokenizer, t
 @pytest.mark.parametrize("mode", ["all", "last_layer", "lora"])
 @pytest.mark.parametrize("pad_is_eos", [False, True])
 def test_transformers_scores_padded_batches_as_our_last_token_does(mode, pad_is_eos, base_model, tokenizer, tmp_path):
-    from transformers import AutoModelForSequenceClassification
-
     tokenizer = copy.deepcopy(tokenizer)
     if pad_is_eos:
         tokenizer.pad_token = tokenizer.eos_token
@@ -182,8 +177,6 @@ def test_a_separate_pad_token_gets_a_row_in_the_embedding(base_model, tokenizer)
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("mode", ["all", "lora"])
 def test_tokens_added_to_a_tokenizer_get_rows_in_embedding_and_head(mode, tied, tmp_path, tokenizer, capsys):
-    from transformers import AutoModelForCausalLM
-
     base = save_model("llama", tmp_path / "base", tokenizer, tie_word_embeddings=tied)
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.add_tokens(["<one>", "<two>"])

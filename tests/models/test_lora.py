@@ -1,5 +1,6 @@
 """LoRA: a checkpoint equals the trained model when loaded by lightrlhf, transformers or peft; roles on one backbone."""
 
+import copy
 import json
 import shutil
 
@@ -20,6 +21,7 @@ from helpers.errors import error_naming
 from helpers.programs import assert_resumes
 from helpers.trained import config_of, logits_of, plain, train_a_little
 
+from lightrlhf import ppo, rm
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.cli.groups import ModelArgs
 from lightrlhf.data.batch import response_batch
@@ -28,6 +30,8 @@ from lightrlhf.models.names import holds_reward_model
 from lightrlhf.models.roles import last_token, policy_inputs
 from lightrlhf.models.saving import export, self_contained
 from lightrlhf.models.tokenizer import load_tokenizer
+from lightrlhf.rewards.loading import load_scorer
+from lightrlhf.rewards.scorers import PairScorer
 
 LORA = ModelArgs(finetune_mode="lora")
 IDS = torch.tensor(rows_of(9))
@@ -133,8 +137,6 @@ def test_a_base_that_is_not_stored_is_written_once_and_may_move_with_its_run(sta
 
 
 def test_a_reward_model_whose_pad_token_needs_a_row_stores_its_own_base(stage, tokenizer, base_model, tmp_path):
-    import copy
-
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.pad_token = tokenizer.eos_token
     reward = load_scalar(str(base_model), LORA, tokenizer, seed=0)
@@ -315,8 +317,6 @@ def lora_flags(cafe_data, base_model, tmp_path_factory):
 @pytest.mark.slow
 def test_ppo_on_one_backbone_is_ppo_of_four_models(lora_flags, base_model, tmp_path):
     """To the bit but for the reward model, whose adapter is merged when it is a model of its own."""
-    from lightrlhf import ppo
-
     one = ppo.main([*lora_flags, "--log_dir", str(tmp_path / "one")])
     four = ppo.main([*lora_flags, "--log_dir", str(tmp_path / "four"), "--share_backbone", "False"])
     folder = last_checkpoint(one)
@@ -342,8 +342,6 @@ def test_ppo_on_one_backbone_is_ppo_of_four_models(lora_flags, base_model, tmp_p
 @pytest.mark.slow
 @pytest.mark.parametrize("shares", ["True", "False"])
 def test_ppo_with_adapters_is_resumed_to_the_bit(shares, lora_flags, tmp_path):
-    from lightrlhf import ppo
-
     flags = [*lora_flags, "--disable_dropout", "False", "--lora_dropout", "0.2", "--activation_checkpointing", "True"]
     whole = ppo.main([*flags, "--log_dir", str(tmp_path), "--share_backbone", shares])
     assert_resumes(ppo.main, whole)
@@ -363,10 +361,6 @@ def test_a_run_of_adapters_on_a_built_model_keeps_its_base(cafe_data, tmp_path):
 
 
 def test_an_adapter_of_a_pair_comparing_model_stays_one(cafe_data, base_model, tokenizer, tmp_path):
-    from lightrlhf import rm
-    from lightrlhf.rewards.loading import load_scorer
-    from lightrlhf.rewards.scorers import PairScorer
-
     flags = ["--data_dir", str(cafe_data), "--log_dir", str(tmp_path), *CPU, "--finetune_mode", "lora"]
     folder = rm.main([*flags, "--model_name", str(base_model), "--loss_type", "pair", "--max_steps", "1"])
     assert isinstance(load_scorer(folder, torch.device("cpu"), 4, "--rm_experiment_dir"), PairScorer)

@@ -18,6 +18,7 @@ from lightrlhf.models import lora
 from lightrlhf.models.loading import load_policy, load_scalar
 from lightrlhf.models.roles import last_token, policy_inputs
 from lightrlhf.models.saving import export, merged_model
+from lightrlhf.ppo import PPOArgs
 from lightrlhf.training.resume import read_checkpoint
 
 VARIANTS = {
@@ -242,8 +243,6 @@ def test_an_orthogonal_adapter_of_an_odd_rank_is_refused():
 
 
 def test_dora_for_servers_is_refused(tmp_path):
-    from lightrlhf.ppo import PPOArgs
-
     server = {"rollout_server": ["http://localhost:1"], "exchange_adapter": True}
     start = {"model_name": "some", "reward_function": ["helpers.rewards:length"], "share_backbone": False}
     with error_naming(ValueError, "--exchange_adapter True", "--use_dora True"):

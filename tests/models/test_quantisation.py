@@ -1,5 +1,7 @@
 """Quantised bases with adapters, and optimisers of bitsandbytes: training, saving, resuming."""
 
+import copy
+
 import pytest
 import torch
 from helpers import (
@@ -16,13 +18,16 @@ from helpers import (
 from helpers.errors import error_naming
 from helpers.programs import assert_resumes
 from helpers.trained import config_of, logits_of, plain, train_a_little
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, BitsAndBytesConfig
 
+from lightrlhf import dpo, ppo, rm, sft
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.cli.groups import ModelArgs
 from lightrlhf.models.loading import load_policy, load_scalar, separate_pad_token
 from lightrlhf.models.quantisation import check_stored_quantisation
 from lightrlhf.models.roles import policy_inputs
 from lightrlhf.models.saving import export, merged_model
+from lightrlhf.sft import SFTArgs
 
 IDS = torch.tensor(rows_of(9))
 BITS = ["load_in_8bit", "load_in_4bit"]
@@ -103,8 +108,6 @@ def test_a_release_that_repacks_nevertheless_is_refused(widths, monkeypatch, tmp
 @pytest.fixture(scope="module")
 def saved_in_four_bits(tmp_path_factory, tokenizer):
     """A folder whose weights bitsandbytes had quantised before they were saved."""
-    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
-
     folder = tmp_path_factory.mktemp("models")
     base = save_model("llama", folder / "base", tokenizer)
     config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", llm_int8_skip_modules=["lm_head"])
@@ -137,8 +140,6 @@ def test_flags_that_stored_quantised_weights_do_not_support_are_refused_before_t
 
 
 def test_weights_that_were_saved_quantised_are_not_sharded(saved_in_four_bits, cafe_data):
-    from lightrlhf.sft import SFTArgs
-
     args = SFTArgs(data_dir=str(cafe_data), model_name=saved_in_four_bits, finetune_mode="lora", strategy="fsdp")
     with error_naming(UsageError, "4 bits", "--strategy fsdp"):
         check_stored_quantisation(saved_in_four_bits, "--model_name", args)
@@ -148,8 +149,6 @@ def test_weights_that_were_saved_quantised_are_not_sharded(saved_in_four_bits, c
 def test_adapters_on_stored_quantised_weights_are_trained_and_used_unmerged(
     saved_in_four_bits, cafe_data, tmp_path, tokenizer
 ):
-    from lightrlhf import sft
-
     flags = ["--model_name", saved_in_four_bits, "--finetune_mode=lora", "--max_steps=2", "--learning_rate=1e-2"]
     folder = sft.main(["--data_dir", str(cafe_data), "--log_dir", str(tmp_path), *CPU, *flags])
     trained = load_policy(folder, ModelArgs(), tokenizer)
@@ -163,8 +162,6 @@ def test_adapters_on_stored_quantised_weights_are_trained_and_used_unmerged(
 
 def test_a_reward_model_that_was_saved_quantised_scores(tmp_path, tokenizer):
     """As it was saved: with a head in full precision."""
-    from transformers import AutoModelForSequenceClassification, BitsAndBytesConfig
-
     base = save_model("llama", tmp_path / "base", tokenizer)
     whole = load_scalar(str(base), ModelArgs(), tokenizer, seed=0)
     whole.model.save_pretrained(tmp_path / "whole")
@@ -180,8 +177,6 @@ def test_a_reward_model_that_was_saved_quantised_scores(tmp_path, tokenizer):
 @pytest.mark.slow
 @pytest.mark.parametrize("bits", BITS)
 def test_ppo_on_quantised_weights_is_resumed_to_the_bit(bits, processor, cafe_data, base_model, tmp_path):
-    from lightrlhf import ppo
-
     flags = ["--data_dir", str(cafe_data), "--log_dir", str(tmp_path), *CPU, "--model_name", str(base_model)]
     flags += ["--finetune_mode=lora", f"--{bits}=True", "--reward_function=helpers.rewards:length"]
     flags += ["--rollout_size=8", "--mini_batch_size=8", "--micro_batch_size=4", "--max_new_tokens=6"]
@@ -211,8 +206,6 @@ def test_an_adapter_trained_on_quantised_weights_fits_the_full_ones(bits, proces
 
 
 def test_a_reward_model_on_quantised_weights_keeps_its_head_and_needs_a_pad_token(tmp_path, tokenizer):
-    import copy
-
     base = save_model("llama", tmp_path / "base", tokenizer)
     reward = load_scalar(str(base), lora(load_in_4bit=True), tokenizer, seed=0)
     assert reward.model.score.weight.dtype == torch.float32 and reward.model.score.weight.requires_grad
@@ -226,8 +219,6 @@ def test_a_reward_model_on_quantised_weights_keeps_its_head_and_needs_a_pad_toke
 @pytest.mark.slow
 @pytest.mark.parametrize("bits", BITS)
 def test_every_algorithm_runs_on_quantised_weights(bits, processor, cafe_data, base_model, tmp_path):
-    from lightrlhf import dpo, ppo, rm, sft
-
     flags = ["--data_dir", str(cafe_data), "--log_dir", str(tmp_path), *CPU, "--finetune_mode=lora", f"--{bits}=True"]
     flags += ["--max_steps=2", "--lr_warmup_steps=0", "--log_interval=1", "--eval_iters=1"]
     start = sft.main([*flags, "--model_name", str(base_model)])
@@ -248,8 +239,6 @@ def test_every_algorithm_runs_on_quantised_weights(bits, processor, cafe_data, b
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["Adam", "AdamW8bit", "PagedAdamW32bit"])
 def test_a_run_of_any_optimiser_is_resumed_to_the_bit(optimizer, cafe_data, base_model, tmp_path):
-    from lightrlhf import sft
-
     flags = ["--data_dir", str(cafe_data), "--log_dir", str(tmp_path), *CPU, "--model_name", str(base_model)]
     flags += ["--lr_warmup_steps=0", "--log_interval=1", "--eval_interval=0", "--save_interval=2", "--max_steps=4"]
     whole = sft.main([*flags, "--optimizer", optimizer, "--learning_rate=1e-2"])

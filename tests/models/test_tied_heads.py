@@ -1,5 +1,7 @@
 """Adapters on an output layer that is tied to the embedding: their logits are kept wherever they are merged."""
 
+import copy
+
 import pytest
 import torch
 from helpers import CPU, rows_of, save_model, tiny_model
@@ -102,8 +104,6 @@ def test_scalar_roles_start_from_all_but_the_output_layer(tokenizer, tmp_path):
 
 
 def test_the_vocabulary_does_not_grow_below_an_adapter_on_the_output_layer(tokenizer, tmp_path):
-    import copy
-
     _, folder = tied_adapter("llama", tmp_path, tokenizer)
     grown = copy.deepcopy(tokenizer)
     grown.add_tokens(["<|new|>"])

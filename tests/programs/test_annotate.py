@@ -10,14 +10,26 @@ import torch
 from helpers import CPU, last_checkpoint, save_model
 from helpers.errors import refused
 from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    BertConfig,
+    BertForSequenceClassification,
+    PreTrainedTokenizerFast,
+)
 
 from lightrlhf.annotate import choose, main, penalize_lengths
 from lightrlhf.cli.groups import ModelArgs
 from lightrlhf.data.splits import load_split
 from lightrlhf.data.tokens import encode_prompt, encode_response, pair_prompt
+from lightrlhf.dpo import main as dpo
+from lightrlhf.evaluate import main as evaluate
+from lightrlhf.generate import main as generate
 from lightrlhf.models.loading import load_scalar
 from lightrlhf.models.roles import last_token
+from lightrlhf.ppo import main as ppo
 from lightrlhf.rewards.loading import reward_statistics
+from lightrlhf.rm import main as rm
 from lightrlhf.storage.jsonl import read_jsonl, write_jsonl
 
 DEVICE = ["--accelerator", "cpu"]
@@ -94,7 +106,6 @@ def test_sampled_ids_are_scored_as_they_are(tmp_path, rm_dir, tokenizer):
 
 def test_a_plain_encoder_reads_prompt_and_response_as_two_texts(responses, tmp_path):
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
-    from transformers import BertConfig, BertForSequenceClassification, PreTrainedTokenizerFast
 
     words = ["[PAD]", "[CLS]", "[SEP]", "[UNK]", "tea", "a", "Sure", "No", "Guest", "."]
     backend = Tokenizer(models.WordLevel({word: n for n, word in enumerate(words)}, unk_token="[UNK]"))
@@ -162,7 +173,6 @@ def test_a_model_with_code_of_its_own_gives_its_score_when_it_is_trusted(respons
         annotated(responses, "--rm_experiment_dir", rated_model)
     assert stopped.value.code == 2 and "allow it by --trust_remote_code True" in capsys.readouterr().err
     rows = annotated(responses, "--rm_experiment_dir", rated_model, "--trust_remote_code", "True")
-    from transformers import AutoModelForSequenceClassification
 
     assert len({reward for row in rows for reward in row["rewards"]}) == 8
     model = AutoModelForSequenceClassification.from_pretrained(rated_model, trust_remote_code=True)
@@ -171,16 +181,11 @@ def test_a_model_with_code_of_its_own_gives_its_score_when_it_is_trusted(respons
 
 @pytest.mark.slow
 def test_a_pair_model_is_trained_evaluated_and_holds_tournaments(tmp_path, cafe_data, sft_dir, logs, responses, capsys):
-    from lightrlhf.evaluate import main as evaluate
-    from lightrlhf.ppo import main as ppo
-    from lightrlhf.rm import main as rm
-
     data = ["--data_dir", str(cafe_data), "--log_dir", str(tmp_path), *CPU]
     steps = ["--max_steps", "2", "--lr_warmup_steps", "0", "--learning_rate", "1e-3"]
     pair_dir = rm([*data, "--sft_experiment_dir", sft_dir, "--loss_type", "pair", *steps])
     (result,) = evaluate(["--experiment_dir", pair_dir, "--split", "train", *DEVICE])
     assert 0 <= result["accuracy"] <= 1
-    from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     folder = last_checkpoint(pair_dir)
     model, tokenizer = AutoModelForSequenceClassification.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
@@ -277,9 +282,6 @@ def test_pairs_are_written_as_prepared_data_is(responses, tmp_path, cafe_data, t
 
 @pytest.mark.slow
 def test_dpo_trains_on_the_pairs_with_a_loss_that_reads_their_margins(tmp_path, cafe_data, sft_dir, logs):
-    from lightrlhf.dpo import main as dpo
-    from lightrlhf.generate import main as generate
-
     rows = tmp_path / "rows.jsonl"
     source = ["--data_dir", str(cafe_data), "--split", "train", "--num_prompts", "12", "--model_name", sft_dir]
     generate([*source, "--num_generations", "3", "--max_new_tokens", "6", "--output_file", str(rows), *DEVICE])

@@ -29,6 +29,8 @@ from helpers import (
 )
 from helpers.errors import error_naming, refused
 from helpers.programs import assert_resumes
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from lightrlhf import dpo, evaluate
 from lightrlhf.cli.errors import RunFailure, UsageError
@@ -478,8 +480,6 @@ def test_another_divergence_changes_the_rewards_and_the_loss(cafe_data, pairs):
 def test_a_checkpoint_is_a_plain_folder_and_every_mode_starts_at_the_reference(
     mode, cafe_data, sft_dir, tokenizer, tmp_path
 ):
-    from transformers import AutoModelForCausalLM
-
     flags = ["--data_dir", str(cafe_data), "--sft_experiment_dir", sft_dir, "--log_dir", str(tmp_path), *FEW]
     folder = main([*flags, "--max_steps", "3", "--learning_rate", "1e-2", "--finetune_mode", mode])
     assert metrics(folder)[0]["train/loss"] == pytest.approx(math.log(2), abs=1e-4)
@@ -576,8 +576,6 @@ def test_a_fingerprint_follows_weights_and_tokens():
 @pytest.mark.parametrize("loss_type", ["sigmoid", "aot_pair"])
 def test_two_ranks_equal_one_at_the_same_global_batch(loss_type, cafe_data, base_model, tmp_path):
     """60 rows in global batches of 14: the last one of an epoch is uneven."""
-    from safetensors.torch import load_file
-
     flags = ["--data_dir", str(cafe_data), "--model_name", str(base_model), "--log_interval", "1"]
     flags += ["--optimizer_eps", "1e-2", "--accelerator", "cpu", "--loss_type", loss_type, "--rpo_alpha", "0.1"]
     flags += ["--micro_batch_size", "1", "--lr_warmup_steps", "0", "--learning_rate", "1e-2"]

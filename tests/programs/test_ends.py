@@ -8,6 +8,7 @@ import torch
 from helpers import CPU, last_checkpoint, reseal
 from helpers.data import CHATML_TEMPLATE, LLAMA2_TEMPLATE, sentencepiece_like
 from helpers.ends import EOS, GEMMA, PHI3, chatty_base, tokenizer_of
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
 from datasets_prep.common import PLAIN_TEMPLATE
 from datasets_prep.common import load_tokenizer as load_for_data
@@ -93,7 +94,6 @@ def test_ends_are_the_tokenizers_the_templates_and_the_models(base, ends):
 
 def test_an_end_that_is_a_plain_entry_of_the_vocabulary_is_no_text(tmp_path):
     from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
 
     words = ["<unk>", "</s>", "<|eot|>", "\n", *"abc<|eot>"]
     backend = Tokenizer(models.Unigram([(word, -1.0) for word in words], 0))
@@ -125,8 +125,6 @@ def test_a_trained_model_keeps_every_end_and_stops_there(trained, ends, tmp_path
 
 @pytest.mark.slow
 def test_transformers_stops_at_the_same_places(trained, tmp_path):
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
-
     tokenizer, model = AutoTokenizer.from_pretrained(trained), AutoModelForCausalLM.from_pretrained(trained)
     config = GenerationConfig.from_pretrained(trained)
     for row in greedy_rows(tmp_path, trained):

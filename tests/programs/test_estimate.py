@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers import save_model, tiny_scalar
 from helpers.errors import refused
-from transformers import LlamaConfig, Qwen2Config
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
 from lightrlhf import estimate
 from lightrlhf.cli.groups import ModelArgs
@@ -150,8 +150,6 @@ def test_options_that_save_memory_lower_the_estimate():
 
 @pytest.mark.parametrize("size", [30e6, 1.5e9, 7e9])
 def test_a_size_is_that_of_the_llama_that_stands_for_it(size):
-    from transformers import AutoModelForCausalLM
-
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(llama_of(size))
     assert sum(p.numel() for p in model.parameters()) == pytest.approx(size, rel=0.15)

@@ -9,7 +9,9 @@ import helpers.rewards
 import pytest
 import torch
 from helpers import errors, last_checkpoint, reseal
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from datasets_prep.cafe.judge import judge_answer
 from lightrlhf import evaluate
 from lightrlhf.data.splits import load_split
 from lightrlhf.evaluation import answers
@@ -59,8 +61,6 @@ def refused(capsys, *argv: object) -> str:
 
 # ------------------------------------------------------------------------------------------------ language models
 def test_perplexity_is_that_of_the_response_tokens(sft, cafe_data):
-    from transformers import AutoModelForCausalLM
-
     model = AutoModelForCausalLM.from_pretrained(last_checkpoint(sft)).double().eval()
     total, count = 0.0, 0
     for row in load_split(cafe_data, "finetune", "test"):
@@ -148,8 +148,6 @@ def test_the_records_hold_what_the_table_averages(sft, cafe_data):
 
 
 def test_the_gold_of_a_record_is_the_judges_of_its_own_text(sft):
-    from datasets_prep.cafe.judge import judge_answer
-
     call("--experiment_dir", sft)
     for record in records(sft):
         assert record["gold"] == judge_answer(record["prompt"], record["response"])._asdict()
@@ -257,8 +255,6 @@ def test_a_hugging_face_folder_is_evaluated_and_left_alone(base_model, cafe_data
 
 # -------------------------------------------------------------------------------------------------- reward models
 def test_accuracy_loss_and_margin_by_hand(reward_model, cafe_data):
-    from transformers import AutoModelForSequenceClassification
-
     model = AutoModelForSequenceClassification.from_pretrained(last_checkpoint(reward_model)).eval()
 
     def score(ids: torch.Tensor) -> float:
@@ -288,8 +284,6 @@ def test_accuracy_by_group(reward_model):
 
 
 def test_a_reward_model_that_cannot_tell_is_half_right(reward_model, cafe_data, tmp_path):
-    from transformers import AutoModelForSequenceClassification
-
     folder = plain_folder(reward_model, tmp_path / "blind")
     model = AutoModelForSequenceClassification.from_pretrained(folder)
     model.score.weight.data.zero_()

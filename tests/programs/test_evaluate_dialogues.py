@@ -8,6 +8,7 @@ import pytest
 from helpers import reseal
 from helpers.errors import refused
 
+from datasets_prep.cafe_talk.prepare_data import main as prepare
 from lightrlhf import evaluate, evaluate_dialogues
 from lightrlhf.evaluate_dialogues import results_by_turn
 from lightrlhf.maths.ops import wilson_interval
@@ -19,8 +20,6 @@ GUEST = ["--user_function", "datasets_prep.cafe_talk.guest:guest"]
 
 @pytest.fixture(scope="module")
 def talk_data(tmp_path_factory, tokenizer) -> Path:
-    from datasets_prep.cafe_talk.prepare_data import main as prepare
-
     folder = tmp_path_factory.mktemp("talk")
     tokenizer.save_pretrained(folder / "tokenizer")
     reseal(folder)

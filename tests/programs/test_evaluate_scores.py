@@ -12,7 +12,10 @@ from lightrlhf import annotate, evaluate
 from lightrlhf.maths.length_control import length_controlled_win_rate
 from lightrlhf.maths.ops import share_interval, wilson_interval
 from lightrlhf.maths.reward_bench import mean_interval
+from lightrlhf.models.loading import find_device
+from lightrlhf.rewards.encoding import Sample
 from lightrlhf.rewards.functions import as_text
+from lightrlhf.rewards.loading import load_scorer
 from lightrlhf.storage.jsonl import read_jsonl, write_jsonl
 
 SMALL = ["--max_new_tokens", "8", "--accelerator", "cpu"]
@@ -251,10 +254,6 @@ def test_a_prompt_with_an_unscored_response_is_counted_and_in_no_mean(tmp_path):
 
 
 def test_reward_models_and_functions_rank_the_same_file(reward_model, tmp_path, capsys):
-    from lightrlhf.models.loading import find_device
-    from lightrlhf.rewards.encoding import Sample
-    from lightrlhf.rewards.loading import load_scorer
-
     path = written(tmp_path, [{"prompt": r["prompt"], "chosen": r["chosen"], "rejected": r["rejected"]} for r in FOUR])
     plain = shutil.copytree(last_checkpoint(reward_model), tmp_path / "plain")
     ours, folder, of_length = call(

@@ -16,6 +16,7 @@ from lightrlhf import iterative_refuel
 from lightrlhf.cli.errors import StopTraining, UsageError
 from lightrlhf.cli.parser import parse
 from lightrlhf.data.splits import load_split
+from lightrlhf.evaluate import main as evaluate
 from lightrlhf.generation import dialogue_pairs
 from lightrlhf.generation.dialogue_pairs import INVALID_REWARD, make_pair, sample_turn
 from lightrlhf.generation.dialogues import load_dialogues
@@ -152,8 +153,6 @@ def test_a_dialogue_without_a_score_is_told_from_one_of_score_0():
 
 
 def test_the_experiment_dir_is_all_the_next_stage_needs(finished, sft_dir, talk_data, tmp_path):
-    from lightrlhf.evaluate import main as evaluate
-
     initial = shutil.copytree(sft_dir, tmp_path / "initial")  # it is written to, and other tests use it
     judged = ["--by_turn", "True", "--num_turns", "2", "--max_new_tokens", "4", "--data_dir", str(talk_data)]
     judged += ["--user_function", "datasets_prep.cafe_talk.guest:guest", "--accelerator", "cpu"]

@@ -9,6 +9,7 @@ import torch
 from helpers import CPU, RunOfOneStep, assert_same_gradients, last_checkpoint, metrics, run_program, save_model, weights
 from helpers.errors import error_naming, refused
 from helpers.programs import assert_resumes
+from safetensors.torch import load_file
 
 from lightrlhf import dpo, kto
 from lightrlhf.cli.errors import UsageError
@@ -239,8 +240,6 @@ def test_a_resumed_run_with_more_steps_scores_their_mismatches_too(data, base_mo
 @pytest.mark.parametrize("loss_type", LOSSES)
 def test_two_ranks_equal_one_at_the_same_global_batch(loss_type, data, base_model, tmp_path):
     """Global batches of 14: the last one of an epoch is uneven."""
-    from safetensors.torch import load_file
-
     flags = ["--data_dir", str(data), "--model_name", str(base_model), "--log_interval", "1", "--beta", "0.5"]
     flags += ["--optimizer_eps", "1e-2", "--accelerator", "cpu", "--loss_type", loss_type, "--micro_batch_size", "1"]
     flags += ["--lr_warmup_steps", "0", "--learning_rate", "1e-2"]

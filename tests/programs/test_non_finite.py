@@ -18,8 +18,10 @@ from helpers.programs import fields_of, main_of
 from helpers.tiny_runs import ITERATED, PROGRAMS, SAMPLING, TRAINED, TinyRuns, experiment_of
 from safetensors.torch import load_file, save_file
 
-from lightrlhf.cli.groups import DecodingArgs
+from lightrlhf.cli.groups import DecodingArgs, ModelArgs
 from lightrlhf.generation.engine import generate, generate_steps
+from lightrlhf.generation.sampling import check_sampled, sample
+from lightrlhf.models.loading import load_policy
 from lightrlhf.programs import TRAINING
 from lightrlhf.storage.checkpoint import checkpoints, verify_checkpoint
 from lightrlhf.storage.seals import sha256
@@ -223,9 +225,6 @@ OPTIONS = {
 
 @pytest.mark.parametrize("shown", VALUES)
 def test_logits_in_sampling(shown, runs, case, tokenizer):
-    from lightrlhf.cli.groups import ModelArgs
-    from lightrlhf.models.loading import load_policy
-
     for option, changes in OPTIONS.items():
         policy = load_policy(str(runs.model), ModelArgs(), tokenizer).eval()
         with torch.no_grad():
@@ -248,7 +247,6 @@ def test_logits_in_sampling(shown, runs, case, tokenizer):
 
 def test_single_tokens_may_be_impossible(runs, case, tokenizer):
     """A logit of -inf forbids a token and is no fault."""
-    from lightrlhf.generation.sampling import check_sampled, sample
 
     class Model:
         config = None

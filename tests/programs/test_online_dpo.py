@@ -16,7 +16,10 @@ from lightrlhf import online_dpo
 from lightrlhf.cli.errors import StopTraining, UsageError
 from lightrlhf.cli.parser import parse
 from lightrlhf.data.splits import load_prompts, load_split
+from lightrlhf.evaluate import main as evaluate
 from lightrlhf.online_dpo import OnlineDPOArgs, main
+from lightrlhf.plot import main as plot
+from lightrlhf.rm import main as rm
 from lightrlhf.storage.jsonl import read_jsonl
 
 SIZES = ["--iterations", "2", "--prompts_per_iteration", "8", "--num_generations", "4", "--max_new_tokens", "6"]
@@ -71,9 +74,6 @@ def test_it_starts_each_time_from_the_last_policy_and_is_held_at_the_first(finis
 
 
 def test_the_experiment_dir_is_all_the_next_stage_needs(finished, cafe_data):
-    from lightrlhf.evaluate import main as evaluate
-    from lightrlhf.plot import main as plot
-
     assert weights(last_checkpoint(finished)) == weights(last_checkpoint(finished / "iteration-02" / "policy"))
     small = ["--num_samples", "2", "--max_new_tokens", "4", "--accelerator", "cpu"]
     (row,) = evaluate(["--experiment_dir", str(finished), *small])
@@ -205,8 +205,6 @@ def test_raft_leaves_out_prompts_without_a_best_response_and_counts_them(flags, 
 
 @pytest.mark.slow
 def test_a_model_that_compares_scores_it_and_adapters_learn_from_it(flags, tmp_path, cafe_data, sft_dir):
-    from lightrlhf.rm import main as rm
-
     data = ["--data_dir", str(cafe_data), "--log_dir", str(tmp_path), *CPU]
     pair_dir = rm([*data, "--sft_experiment_dir", sft_dir, "--loss_type", "pair", "--max_steps", "1"])
     place = flags.index("--reward_function")

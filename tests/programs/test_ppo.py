@@ -19,6 +19,7 @@ from helpers import (
     weights,
 )
 from helpers.rollouts import rollout_of, scores_of
+from transformers import AutoModelForCausalLM
 
 from lightrlhf import ppo
 from lightrlhf.cli.groups import ModelArgs
@@ -46,6 +47,7 @@ from lightrlhf.ppo import (
     value_loss,
 )
 from lightrlhf.rewards.kl import token_rewards
+from lightrlhf.sft import main as sft
 from lightrlhf.training.resume import read_checkpoint
 
 EOS = 1
@@ -412,8 +414,6 @@ def test_actor_critic_reference_and_reward_model_compute_packed_texts(
 
 @pytest.mark.slow
 def test_the_reference_is_the_sft_model_with_its_adapter(cafe_data, base_model, tmp_path):
-    from lightrlhf.sft import main as sft
-
     flags = ["--data_dir", str(cafe_data), "--log_dir", str(tmp_path)]
     steps = ["--max_steps", "2", "--finetune_mode", "lora", "--learning_rate", "1e-2", "--lr_warmup_steps", "0"]
     start = sft([*flags, "--model_name", str(base_model), *steps, *CPU])
@@ -460,8 +460,6 @@ def test_the_critic_starts_from_the_reward_model_or_the_policy(cafe_data, sft_di
 
 @pytest.mark.slow
 def test_the_trained_policy_is_the_saved_one(cafe_data, base_model, tmp_path):
-    from transformers import AutoModelForCausalLM
-
     flags = ["--data_dir", str(cafe_data), "--model_name", str(base_model), "--log_dir", str(tmp_path)]
     folder = last_checkpoint(main([*flags, "--reward_function", "helpers.rewards:length", *SMALL, *CPU]))
     assert weights(folder) != (base_model / "model.safetensors").read_bytes()

@@ -16,6 +16,7 @@ from helpers import (
     save_model,
     weights,
 )
+from transformers import AutoModelForSequenceClassification
 
 from lightrlhf.cli.groups import ModelArgs
 from lightrlhf.data.batch import preference_batch
@@ -162,8 +163,6 @@ def test_an_experiment_dir_holds_exactly_what_is_promised(rm_dir):
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["all", "lora", "last_layer"])
 def test_transformers_scores_with_the_trained_reward_model(mode, cafe_data, sft_dir, tmp_path):
-    from transformers import AutoModelForSequenceClassification
-
     flags = ["--data_dir", str(cafe_data), "--sft_experiment_dir", sft_dir, "--log_dir", str(tmp_path)]
     flags += ["--max_steps", "2", "--lr_warmup_steps", "0", "--learning_rate", "1e-2", "--finetune_mode", mode]
     folder = last_checkpoint(main([*flags, *CPU]))

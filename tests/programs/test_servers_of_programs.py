@@ -12,10 +12,12 @@ from helpers.programs import trained
 from helpers.serving import serving
 from helpers.tiny_runs import TinyRuns, experiment_of
 
-from lightrlhf import generate
+from lightrlhf import generate, reflect_rl
 from lightrlhf.cli.errors import RunFailure
+from lightrlhf.data.batch import response_batch
 from lightrlhf.generation import samplers
 from lightrlhf.generation.server_pool import RolloutServers
+from lightrlhf.models.roles import TokenStats
 from lightrlhf.storage.jsonl import read_jsonl
 from lightrlhf.storage.shards import Shard
 
@@ -264,10 +266,6 @@ def test_ranks_share_servers_while_they_play_episodes_of_other_lengths(runs, cor
 @pytest.mark.parametrize("trainer", ["pg", "ppo"])
 def test_weights_multiply_what_decisions_contribute(trainer):
     """A weight of 2 for a decision gives the loss that the decision twice gives."""
-    from lightrlhf import reflect_rl
-    from lightrlhf.data.batch import response_batch
-    from lightrlhf.models.roles import TokenStats
-
     plain = response_batch([[5, 6], [7]], [[3], [4, 2]], 0)
     old, new, entropy = torch.rand(3, *plain.action_mask.shape, dtype=torch.float64)
     zeros = torch.zeros(2, dtype=torch.float64)

@@ -20,6 +20,7 @@ from helpers import (
     tiny_policy,
     weights,
 )
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lightrlhf.cli.groups import ModelArgs
 from lightrlhf.data.splits import load_split
@@ -163,8 +164,6 @@ def test_an_experiment_dir_holds_exactly_what_is_promised(sft_dir, cafe_data):
 
 
 def test_plain_transformers_loads_the_checkpoint_with_its_tokenizer(sft_dir, tokenizer):
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     folder = last_checkpoint(sft_dir)
     model = AutoModelForCausalLM.from_pretrained(folder)
     assert AutoTokenizer.from_pretrained(folder).get_vocab() == tokenizer.get_vocab()

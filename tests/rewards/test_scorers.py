@@ -10,7 +10,9 @@ import torch
 from helpers import rows_of, save_model
 from helpers.errors import error_naming
 from helpers.rollouts import EOS, rollout_of
+from transformers import PreTrainedTokenizerFast
 
+from datasets_prep.cafe.judge import gold
 from datasets_prep.cafe.tokenizer import train_tokenizer
 from lightrlhf.cli.errors import RunFailure, UsageError
 from lightrlhf.cli.functions import load_function
@@ -156,15 +158,12 @@ def test_statistics_are_those_stored_else_those_that_change_nothing(tmp_path):
 
 
 def test_a_function_is_loaded_by_its_import_path():
-    from datasets_prep.cafe.judge import gold
-
     assert load_function("datasets_prep.cafe.judge:gold", "--reward_function") is gold
 
 
 @pytest.mark.parametrize("text", ["a [SEP] b", "[SEP]", "[CLS] a [SEP]", "a <end>", "a [S[SEP]EP]"])
 def test_an_encoder_reads_control_tokens_of_a_text_as_text(text):
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
-    from transformers import PreTrainedTokenizerFast
 
     words = ["[PAD]", "[CLS]", "[SEP]", "[UNK]", "a", "b"]
     backend = Tokenizer(models.WordLevel({word: n for n, word in enumerate(words)}, unk_token="[UNK]"))

@@ -12,6 +12,7 @@ import torch
 from helpers import save_model, tiny_model
 from helpers.processes import PATIENCE
 from helpers.trained import train_a_little
+from safetensors.torch import load_file, save_file
 from starlette.testclient import TestClient
 
 from lightrlhf.cli.groups import DecodingArgs, ModelArgs
@@ -448,8 +449,6 @@ def test_what_a_trainer_writes_for_servers_is_loaded(tmp_path, tokenizer, tied_h
 
 def wrong_folders(tmp_path, folder, tokenizer) -> dict[str, str]:
     """Folders that do not hold weights of this model, and words on why."""
-    from safetensors.torch import load_file, save_file
-
     weights = load_file(folder / "model.safetensors")
     config = json.loads((folder / "config.json").read_text())
     norm, head = "model.norm.weight", "lm_head.weight"
@@ -628,8 +627,6 @@ def test_an_adapter_answers_by_its_name_and_the_model_stays_as_it_is(client, ada
 
 
 def test_an_adapter_that_cannot_be_served_is_refused_and_leaves_no_trace(client, engine, adapter, folder, tmp_path):
-    from safetensors.torch import load_file, save_file
-
     before = ids_of(client)
     assert load(client, "a", adapter).status_code == 200
     check_refusal(load(client, "a", adapter), 400, "a is loaded already")

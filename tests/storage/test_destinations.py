@@ -9,6 +9,9 @@ import pytest
 from helpers import CAFE_SIZES, last_checkpoint
 from helpers.errors import error_naming, refused
 
+from datasets_prep import train_tokenizer
+from datasets_prep.generic import prepare_data
+from lightrlhf import annotate
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.storage.checkpoint import save_checkpoint
 from lightrlhf.storage.destinations import check_destination, check_output, is_run, owner_of
@@ -131,10 +134,6 @@ def test_every_writer_refuses_a_place_in_a_run_and_in_a_checkpoint(name, given, 
 
 
 def test_prepared_data_and_pairs_do_not_replace_each_other_or_data_of_others(given, cafe_data, tmp_path, capsys):
-    from datasets_prep import train_tokenizer
-    from datasets_prep.generic import prepare_data
-    from lightrlhf import annotate
-
     data = Path(shutil.copytree(cafe_data, tmp_path / "data"))
     words = ["--responses_file", str(given["rows"]), "--choose_type", "max_min", "--data_dir", str(cafe_data)]
     pairs, mine = tmp_path / "pairs", tmp_path / "mine"

@@ -22,11 +22,13 @@ from helpers.errors import error_naming
 from helpers.forks import started_program
 from helpers.processes import PATIENCE
 from helpers.programs import main_of
+from safetensors.torch import load_file
 
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.cli.groups import TrainArgs
 from lightrlhf.cli.patience import RANK
 from lightrlhf.models.tokenizer import load_tokenizer
+from lightrlhf.ppo import PPOArgs
 from lightrlhf.storage.checkpoint import newest_checkpoint
 from lightrlhf.storage.jsonl import read_jsonl
 from lightrlhf.training import restarts
@@ -175,8 +177,6 @@ def experiment(folder: Path) -> Path:
 
 def gap(one: Path, other: Path) -> float:
     """Largest difference between the weights of two experiments' last checkpoints."""
-    from safetensors.torch import load_file
-
     assert last_checkpoint(one).name == last_checkpoint(other).name
     a, b = (load_file(next(last_checkpoint(folder).glob("*model.safetensors"))) for folder in (one, other))
     assert a.keys() == b.keys()
@@ -492,8 +492,6 @@ def test_memory_that_runs_out_is_told_with_the_phase_and_three_flags(
 
 
 def test_the_flags_that_help_fit_the_phase_and_what_is_set():
-    from lightrlhf.ppo import PPOArgs
-
     args = PPOArgs(data_dir=".", model_name="tiny", reward_function=["a:b"], rollout_mini_batch_size=16)
     flags = memory_flags(args, "rollout", 2**32, 10**9, 1)
     assert [flag.split()[0] for flag in flags][:2] == ["--rollout_mini_batch_size", "--max_new_tokens"]

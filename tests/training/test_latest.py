@@ -19,6 +19,7 @@ from lightrlhf import sft
 from lightrlhf.cli.errors import RunFailure, UsageError
 from lightrlhf.cli.groups import TrainArgs
 from lightrlhf.cli.latest import follow_latest
+from lightrlhf.online_dpo import OnlineDPOArgs
 from lightrlhf.plot import PlotArgs
 from lightrlhf.rm import RMArgs
 from lightrlhf.storage.locks import LOCK
@@ -271,8 +272,6 @@ def test_a_relative_path_is_found_from_where_the_run_began(tmp_path, monkeypatch
 
 
 def test_programs_in_iterations_refuse_it_too(base_model, tmp_path):
-    from lightrlhf.online_dpo import OnlineDPOArgs
-
     (tmp_path / "notes.txt").touch()
     flags = {"model_name": str(base_model), "reward_function": ["helpers.rewards:length"], "accelerator": "cpu"}
     with error_naming(UsageError, "notes.txt"):

@@ -3,6 +3,8 @@
 import pytest
 from helpers import CPU, last_checkpoint
 
+from lightrlhf.sft import main
+
 
 def test_an_epoch_sees_every_row_once_and_the_last_batch_may_be_small(run):
     one = run(epochs=2)
@@ -39,8 +41,6 @@ def test_epochs_that_end_a_run_before_max_steps_say_so(run, capsys):
 
 def test_a_run_goes_on_into_the_next_epoch(sft_dir, cafe_data, base_model, tmp_path, capsys):
     """Unless its flags name a number of epochs."""
-    from lightrlhf.sft import main
-
     flags = ["--data_dir", str(cafe_data), "--model_name", str(base_model), "--log_dir", str(tmp_path), *CPU]
     flags += ["--mini_batch_size", "20", "--micro_batch_size", "20", "--log_interval", "1", "--eval_interval", "0"]
     folder = main([*flags, "--max_steps", "5"])  # an epoch has 3

@@ -17,6 +17,7 @@ from helpers.programs import assert_resumes, main_of
 
 from lightrlhf import sft
 from lightrlhf.models.names import resolve
+from lightrlhf.sft import main
 from lightrlhf.storage.seals import sha256
 from lightrlhf.storage.temporary import host
 
@@ -106,7 +107,6 @@ def test_a_resumed_run_of_adapters_or_the_last_layer_is_bitwise_too(program, mod
 def test_a_finished_run_that_is_resumed_does_nothing_more(sft_dir, tmp_path):
     folder = tmp_path / "copy"
     shutil.copytree(sft_dir, folder)
-    from lightrlhf.sft import main
 
     before = weights(last_checkpoint(folder)), metrics(folder)
     main(["--resume_from", str(folder)])
@@ -128,8 +128,6 @@ def test_a_run_is_not_resumed_on_data_of_another_tokenizer(program, cafe_data, t
 
 
 def test_lines_that_a_kill_cut_in_the_middle_are_dropped_on_resuming(sft_dir, tmp_path):
-    from lightrlhf.sft import main
-
     folder = tmp_path / "copy"
     shutil.copytree(sft_dir, folder)
     before, kept = metrics(folder), samples(folder)
@@ -154,8 +152,6 @@ def test_what_a_killed_process_left_is_removed_on_resuming_and_files_of_users_ar
 
 
 def test_texts_with_line_separators_of_unicode_survive_resuming(sft_dir, tmp_path):
-    from lightrlhf.sft import main
-
     folder = tmp_path / "copy"
     shutil.copytree(sft_dir, folder)
     line = json.dumps({"step": 1, "response": "one\u2028two\x85three"}, ensure_ascii=False) + "\n"
@@ -224,8 +220,6 @@ def test_a_run_with_copies_of_checkpoints_goes_on_from_its_newest_and_keeps_them
 
 
 def test_a_resumed_run_may_go_on_longer(sft_dir, tmp_path):
-    from lightrlhf.sft import main
-
     folder = tmp_path / "copy"
     shutil.copytree(sft_dir, folder)
     main(["--resume_from", str(folder), "--max_steps", "4"])

@@ -9,6 +9,7 @@ import pytest
 import torch
 from helpers import CPU, ROOT, environment
 from helpers.processes import PATIENCE, started
+from transformers import AutoModelForCausalLM
 
 from lightrlhf import sft
 from lightrlhf.cli.groups import TrainArgs
@@ -67,8 +68,6 @@ def test_of_two_ranks_the_first_alone_prints_and_links(cafe_data, base_model, tm
 
 
 def test_a_model_given_from_python_is_called_that(cafe_data, base_model, tokenizer, tmp_path, capsys):
-    from transformers import AutoModelForCausalLM
-
     args = sft.SFTArgs(data_dir=str(cafe_data), log_dir=str(tmp_path), accelerator="cpu", max_steps=1, eval_interval=0)
     sft.train(args, policy=AutoModelForCausalLM.from_pretrained(base_model), tokenizer=tokenizer)
     assert fields_of(capsys.readouterr().out)["model"].startswith("given from Python; policy: ")
