@@ -75,7 +75,7 @@ test-avx2: $(VENV)/.tested
 # The main rooms and programs with the lowest release of each package that setup.py allows, in an environment of its own
 # (6 GB: the oldest torch is a CUDA build).
 OLDEST := .venv-oldest
-ROOMS := maths data cli/test_args.py cli/test_command.py generation/test_engine.py generation/test_dialogues.py
+ROOMS := maths data cli/test_parser.py cli/test_command.py generation/test_engine.py generation/test_dialogues.py
 test-oldest: $(OLDEST)/.installed
 	$(OLDEST)/bin/python -m pytest -m "not thorough and not attack" --numprocesses $(WORKERS) --dist loadfile \
 		$(ROOMS:%=tests/%) $(addprefix tests/programs/test_,sft.py ppo.py dpo.py)

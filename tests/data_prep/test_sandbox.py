@@ -4,7 +4,7 @@
 Every escape is tried by a real child; what it says of its success is compared with what happened to its parent: alive,
 no signal, the same priority, I/O class, processors and limits, the same files. Run as root and as an ordinary user, with
 newer versions of Landlock and the namespaces taken away. Left out: arm64 (its numbers are compared with the kernel's
-table in `tests/data_prep/test_data_code_reward.py`, and were not run).
+table in `tests/data_prep/test_code_reward.py`, and were not run).
 """
 
 import ctypes

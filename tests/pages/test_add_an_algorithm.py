@@ -23,7 +23,7 @@ TESTS = [  # of the program, of limits, imports and lists, and those of all prog
     "tests/pages/test_howto.py::test_the_commands_of_a_page[howto/algorithms/reinforce.md]",
     "tests/pages/test_howto.py::test_every_logged_metric_is_explained_and_no_other[reinforce]",
     "tests/pages/test_howto.py::test_every_flag_of_its_own_is_explained[reinforce]",
-    "tests/cli/test_args.py::test_every_field_is_read_by_its_program[lightrlhf.reinforce]",
+    "tests/cli/test_parser.py::test_every_field_is_read_by_its_program[lightrlhf.reinforce]",
     "tests/training/test_dry_run.py::test_a_dry_run_shows_its_first_batch_and_writes_nothing[reinforce]",
     "tests/test_benchmarks.py::test_profile_is_written[reinforce]",
     "tests/training/test_signals.py::test_a_run_that_is_stopped_anywhere_and_resumed_equals_one_that_was_not[reinforce]",
