@@ -18,6 +18,7 @@ def test_it_reports_the_machine_and_the_models_that_fit(capsys):
     assert "Speed" not in shown
 
 
+@pytest.mark.slow
 def test_a_speed_is_measured_for_training_and_sampling(monkeypatch):
     monkeypatch.setattr(roofline, "MATRIX_SIZES", ((64, 64, 64),))  # larger ones take seconds without AVX-512
     report = doctor.speed(0.02)

@@ -29,6 +29,7 @@ def parts(name, *flags: str) -> dict[str, float]:
     return main(["--model_name", str(name), "--sequence_length", "64", "--max_new_tokens", "32", *flags])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "opt", "falcon"])
 @pytest.mark.parametrize("mode", ["all", "lora"])
 def test_weights_gradients_and_optimiser_are_those_of_the_model(mode, architecture, tmp_path, tokenizer):
@@ -40,6 +41,7 @@ def test_weights_gradients_and_optimiser_are_those_of_the_model(mode, architectu
     assert parts(folder, "--finetune_mode", mode, "--optimizer", "AdamW8bit")["optimizer"] == 2 * learning
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["llama", "gpt2"])
 def test_weights_held_in_bfloat16_are_those_that_the_library_holds(architecture, tmp_path, tokenizer):
     folder = save_model(architecture, tmp_path, tokenizer)
@@ -51,6 +53,7 @@ def test_weights_held_in_bfloat16_are_those_that_the_library_holds(architecture,
     assert parts(folder, *flags, "--algorithm", "rm")["weights"] == sum(p.nbytes for p in scalar.parameters())
 
 
+@pytest.mark.slow
 def test_ppo_counts_four_models_or_one_backbone(tmp_path, tokenizer):
     folder = save_model("llama", tmp_path, tokenizer)
     reward_model = parts(folder, "--algorithm", "rm")
@@ -73,6 +76,7 @@ def test_grpo_counts_policy_and_reward_model(tmp_path, tokenizer):
     assert two["rollout"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", [{}, {"precision": "bf16-mixed"}, {"activation_checkpointing": True}])
 def test_tensors_without_data_take_what_real_ones_do(flags):
     shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "vocab_size": 500}
@@ -117,6 +121,7 @@ def test_7b_on_a_base_in_bfloat16_fits_24_gib(program, length):
     assert estimate.estimate(args, Qwen2Config(**QWEN_7B))["peak"] < (24 - estimate.RESERVE) * 2**30
 
 
+@pytest.mark.slow
 def test_the_largest_micro_batch_that_fits_is_named(capsys):
     flags = ["--finetune_mode", "lora", "--micro_batch_size", "64"]
     parts("1M", *flags, "--memory_gb", "2.2")
@@ -137,6 +142,7 @@ def test_weights_saved_in_4_bits_count_as_such(tmp_path, tokenizer, capsys):
     assert "--finetune_mode lora" in refused(capsys, lambda words: parts(*words), folder)
 
 
+@pytest.mark.slow
 def test_options_that_save_memory_lower_the_estimate():
     flags = ["--finetune_mode", "lora"]
     whole, less = (parts("50M", *flags, *more) for more in ([], ["--load_in_4bit", "True"]))

@@ -60,6 +60,7 @@ def test_the_number_of_samples_is_of_each_level_and_the_table_says_so(trained, c
     assert f"{len(Corridor.levels)} starts (at most 1 of each level)" in " ".join(capsys.readouterr().out.split())
 
 
+@pytest.mark.slow
 def test_results_are_reproducible_and_levels_and_samples_choose_starts(trained):
     flags = ["--experiment_dir", trained[0], "--levels", "long way", "--num_samples", 2, "--split", "validation"]
     assert call(*flags) == call(*flags, "--num_envs", 1, "--rollout_mini_batch_size", 1)
@@ -67,6 +68,7 @@ def test_results_are_reproducible_and_levels_and_samples_choose_starts(trained):
     assert not any("success, " in name for name in row)
 
 
+@pytest.mark.slow
 def test_an_experiment_acts_as_it_was_trained_unless_told_otherwise(trained):
     experiment, reflector, bare = trained
     assert acting_args(experiment, {}).with_history and acting_args(experiment, {}).reflect_max_new_tokens == 4
