@@ -175,22 +175,6 @@ class ServedRuns:
         return call
 
 
-def differs(one: dict[str, Any], other: dict[str, Any]) -> str:
-    """Which parts of two states are not bit-equal."""
-    return ", ".join(name for name in {**one, **other} if not same(one.get(name), other.get(name)))
-
-
-def same(one: Any, other: Any) -> bool:
-    """Whether two values are bit-equal, tensors within them, too."""
-    if isinstance(one, torch.Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(same, one, other))
-    return one == other
-
-
 def error_of(output: Path) -> str:
     """The one line of a run that failed."""
     return next((line for line in reversed(output.read_text().splitlines()) if line.startswith("error: ")), "")

@@ -95,6 +95,7 @@ def test_tensors_without_data_take_what_real_ones_do(flags):
     assert estimate.estimate(args, config)["activations"] == real > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("program", "length"),
     [

@@ -11,9 +11,9 @@ import time
 
 import pytest
 from helpers import kill_seed
-from helpers.killed import forked, wait
+from helpers.killed import differs, forked, wait
 from helpers.programs import main_of
-from helpers.served_runs import KEY, ForkedServer, ServedRuns, differs, error_of
+from helpers.served_runs import KEY, ForkedServer, ServedRuns, error_of
 from helpers.tiny_runs import TinyRuns
 
 from lightrlhf.storage.checkpoint import checkpoints
