@@ -1,11 +1,11 @@
 """One tiny café, and one tiny experiment of each stage, made once for all tests."""
 
+import contextlib
 import gc
 import os
 import socket
 import subprocess
 import sys
-import threading
 
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -15,7 +15,7 @@ import pytest
 import torch
 from helpers import CAFE_SIZES, CPU, ROOT, environment, forks, processes, reseal, save_model
 from helpers.attacks import case, pytest_terminal_summary  # noqa: F401  (given to all tests)
-from helpers.servers import Scripted
+from helpers.servers import Scripted, answering
 from hypothesis import settings
 
 from lightrlhf.cli.patience import DEFAULTS
@@ -180,15 +180,12 @@ def transformers_serve(tmp_path_factory, tokenizer):
 
 @pytest.fixture
 def serve():
-    started = []
+    """A function that starts a server with a script."""
+    with contextlib.ExitStack() as started:
 
-    def start(script=None, **options) -> Scripted:
-        server = Scripted(script or {}, **options)
-        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
-        started.append(server)
-        return server
+        def start(script=None, **options) -> Scripted:
+            server = Scripted(script or {}, **options)
+            started.enter_context(answering(server))
+            return server
 
-    yield start
-    for server in started:
-        server.shutdown()
-        server.server_close()
+        yield start

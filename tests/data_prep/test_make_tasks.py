@@ -1,14 +1,13 @@
 """Questions about the files of a tree: splits, templates, filters, and a model that writes them."""
 
 import json
-import threading
 from collections import Counter
 from http.server import ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 from helpers.explore import TEXTS, grow, tasks_of
-from helpers.servers import Handler
+from helpers.servers import Handler, answering
 
 pytest.importorskip("gymnasium", reason="needs pip install -e '.[envs]'")
 
@@ -137,9 +136,6 @@ def test_invalid_questions_are_left_out():
 class QuestionWriter(Handler):
     """Writes two questions about each file, one of them invalid; refuses after `server.stops_after` files."""
 
-    def do_GET(self) -> None:
-        self.send(200, {})
-
     def do_POST(self) -> None:
         prompt = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["messages"][0]["content"]
         path = prompt.split("Below is the file ")[1].split(" of a source")[0]
@@ -159,12 +155,9 @@ class QuestionWriter(Handler):
 def serve_questions():
     server = ThreadingHTTPServer(("127.0.0.1", 0), QuestionWriter)
     server.requests, server.stops_after, server.says = Counter(), 100, {}
-    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
-    address = f"http://127.0.0.1:{server.server_address[1]}/v1"
-    server.flags = ["--base_url", address, "--task_model", "m", "--max_workers", "1"]
-    yield server
-    server.shutdown()
-    server.server_close()
+    with answering(server) as address:
+        server.flags = ["--base_url", address, "--task_model", "m", "--max_workers", "1"]
+        yield server
 
 
 def test_a_model_at_a_server_writes_the_questions_by_one_request_per_file(tmp_path, serve_questions):

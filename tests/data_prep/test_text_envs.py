@@ -4,11 +4,9 @@ import dataclasses
 import json
 import shutil
 import sys
-import threading
 
 import pytest
 from helpers.errors import error_naming, refused
-from helpers.servers import Scripted
 
 pytest.importorskip("gymnasium", reason="needs pip install -e '.[envs]'")
 
@@ -89,12 +87,8 @@ def corridor(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def server():
-    started = Scripted({})
-    threading.Thread(target=started.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
-    yield started
-    started.shutdown()
-    started.server_close()
+def server(serve):
+    return serve()
 
 
 def taxi_args(folder="unused", **changes) -> TextEnvArgs:

@@ -2,13 +2,13 @@
 
 import copy
 import json
-import threading
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import ThreadingHTTPServer
 
 import pytest
 import torch
 from helpers import save_model, tiny_policy
 from helpers.errors import error_naming
+from helpers.servers import Handler, answering
 
 from datasets_prep.cafe_talk.prepare_data import main as prepare
 from lightrlhf.cli.errors import RunFailure, UsageError
@@ -167,35 +167,17 @@ def server():
     """An OpenAI-compatible server on localhost that asks by number, and refuses a dialogue about a samovar."""
     asked: list[dict] = []
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self):
-            self.answer(200, {})
-
+    class Asks(Handler):
         def do_POST(self):
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             asked.append(body)
             if "samovar" in body["messages"][0]["content"]:
-                return self.answer(400, {"error": {"message": "no samovar"}})
+                return self.send(400, {"error": {"message": "no samovar"}})
             text = f"Justification: none.\nQuestion: number {body['seed'] % 9}?"
-            self.answer(200, {"choices": [{"message": {"content": text}, "finish_reason": "stop"}]})
+            self.send(200, {"choices": [{"message": {"content": text}, "finish_reason": "stop"}]})
 
-        def answer(self, status, value):
-            content = json.dumps(value).encode()
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
-
-        def log_message(self, *_):
-            pass
-
-    running = HTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=running.serve_forever, daemon=True)
-    thread.start()
-    yield f"http://127.0.0.1:{running.server_port}/v1", asked
-    running.shutdown()
-    thread.join(10)
-    running.server_close()
+    with answering(ThreadingHTTPServer(("127.0.0.1", 0), Asks)) as url:
+        yield url, asked
 
 
 def test_a_served_model_speaks_as_the_user(policy, tokenizer, server):

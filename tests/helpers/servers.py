@@ -1,12 +1,14 @@
 """A scripted OpenAI-compatible server with faults."""
 
+import contextlib
 import json
 import os
 import socket
 import threading
 import time
 from collections import defaultdict
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer, ThreadingHTTPServer
 
 from lightrlhf.cli.patience import REQUEST, SERVER
 
@@ -51,6 +53,8 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def do_GET(self) -> None:
+        if not hasattr(self.server, "healthy_after"):
+            return self.send(200, {})
         with self.server.lock:
             self.server.asked[self.path] += 1
             count = self.server.asked[self.path]
@@ -74,6 +78,17 @@ class Handler(BaseHTTPRequestHandler):
         text = f"{prompt}!"
         choice = {"message": {"content": text}} if chat else {"text": text}
         self.send(200, {"choices": [{**choice, "finish_reason": "length" if prompt == "long" else "stop"}]})
+
+
+@contextlib.contextmanager
+def answering(server: HTTPServer) -> Iterator[str]:
+    """Context manager: the address of a server that answers in a thread of this process."""
+    with server:
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}/v1"
+        finally:
+            server.shutdown()
 
 
 def status(code: int, body: object = None, **headers: str):

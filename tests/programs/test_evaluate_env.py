@@ -11,7 +11,7 @@ pytest.importorskip("gymnasium", reason="needs pip install -e '.[envs]'")
 from helpers import CPU
 from helpers.corridor import ACTIONS, Corridor, save_corridor_model
 from helpers.errors import refused
-from helpers.servers import Scripted
+from helpers.servers import Scripted, answering
 
 from lightrlhf import evaluate, evaluate_env, reflect_rl
 from lightrlhf.evaluate_env import acting_args, find_command
@@ -100,12 +100,8 @@ class Guide(dict):
 def test_a_language_model_at_a_server_acts_and_may_correct_itself(texts, attempts, success, monkeypatch):
     monkeypatch.setattr("lightrlhf.evaluate_env.AGENT_ATTEMPTS", attempts)
     server = Scripted(Guide(*texts))
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        *_, row = call("--base_url", server.url, "--agent_model", "guide")
-    finally:
-        server.shutdown()
-        server.server_close()
+    with answering(server) as url:
+        *_, row = call("--base_url", url, "--agent_model", "guide")
     assert row["model"] == "guide" and row["success"] == success  # half of the goals lie east
     assert row["invalid_ratio"] == (1 if success == 0 else 0)
     asked = next(text for text in server.asked if "Commands:" in text)

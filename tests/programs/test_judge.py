@@ -13,7 +13,7 @@ import torch
 from helpers import ROOT, environment
 from helpers.errors import refused
 from helpers.processes import GRACE, PATIENCE, started
-from helpers.servers import Handler, half_closed, status
+from helpers.servers import Handler, answering, half_closed, status
 
 from lightrlhf import judge
 from lightrlhf.data.tokens import decode
@@ -44,9 +44,6 @@ def files(tmp_path):
 class JudgeHandler(Handler):
     """A judge that prefers `good` to `bad` and what comes first to its equal; `server.script` may say otherwise."""
 
-    def do_GET(self) -> None:
-        self.send(200, {})
-
     def do_POST(self) -> None:
         request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         asked = request["messages"][0]["content"]
@@ -66,11 +63,8 @@ class JudgeHandler(Handler):
 def server():
     made = ThreadingHTTPServer(("127.0.0.1", 0), JudgeHandler)
     made.script, made.asked, made.lock = {}, [], threading.Lock()
-    threading.Thread(target=made.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
-    made.url = f"http://127.0.0.1:{made.server_address[1]}/v1"
-    yield made
-    made.shutdown()
-    made.server_close()
+    with answering(made) as made.url:
+        yield made
 
 
 def run(files, *flags: str) -> tuple[dict, list[dict]]:

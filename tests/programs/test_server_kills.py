@@ -36,9 +36,6 @@ ITEM = re.compile(r"item \d+")
 class Answers(Handler):
     """Answers that depend on the request alone, after a time that does, too: later questions may be answered first."""
 
-    def do_GET(self) -> None:
-        self.send(200, {})
-
     def do_POST(self) -> None:
         request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         text = request["messages"][-1]["content"] if "messages" in request else request["prompt"]
