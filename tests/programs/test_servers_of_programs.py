@@ -109,6 +109,7 @@ def ids_of(path: Path) -> list:
     return [row["response_ids"] for row in read_jsonl(path)]
 
 
+@pytest.mark.slow
 def test_a_server_of_other_weights_is_refused(flags, runs, url, tmp_path, monkeypatch, capsys):
     """A server that keeps its own weights is found by the probabilities of the first responses."""
     from lightrlhf.models import saving

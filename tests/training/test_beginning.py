@@ -174,6 +174,7 @@ def test_another_kind_of_start_is_refused_by_name(grpo_run, sft_run, capsys):
     assert "when the run began and is not given" in line or f"and is {sft_run}" in line
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program, flag", [(grpo, "--sft_experiment_dir"), (ppo, "--rm_experiment_dir")])
 def test_a_stage_that_was_trained_further_is_refused(program, flag, sft_dir, rm_dir, cafe_data, tmp_path, capsys):
     source = shutil.copytree(sft_dir if program is grpo else rm_dir, tmp_path / "source", symlinks=True)

@@ -122,6 +122,7 @@ def offline(tmp_path, monkeypatch):
     proxy.close()
 
 
+@pytest.mark.slow
 def test_wandb_gets_config_curves_and_texts_without_a_network(offline, tmp_path):
     import wandb
     from helpers.wandb_files import read_run

@@ -113,6 +113,7 @@ def test_a_finished_run_that_is_resumed_does_nothing_more(sft_dir, tmp_path):
     assert (weights(last_checkpoint(folder)), metrics(folder)) == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", ["sft", "rm"])
 def test_a_run_is_not_resumed_on_data_of_another_tokenizer(program, cafe_data, tmp_path, capsys):
     flags = ["--data_dir", str(cafe_data), "--model_name", "tiny", "--log_dir", str(tmp_path), "--max_steps", "1", *CPU]

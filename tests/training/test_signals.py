@@ -227,13 +227,9 @@ def test_a_thread_changes_no_handler_and_a_fork_ends_as_before(tmp_path):
 RANKS = ["--devices", "2", "--strategy", "ddp", "--mini_batch_size", 2, "--micro_batch_size", 1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "program, kind, step",
-    [
-        ("sft", "in update", 3),
-        pytest.param("ppo", "in rollout", 2, marks=pytest.mark.slow),
-        pytest.param("grpo", "in score", 2, marks=pytest.mark.slow),
-    ],
+    "program, kind, step", [("sft", "in update", 3), ("ppo", "in rollout", 2), ("grpo", "in score", 2)]
 )
 def test_a_signal_to_one_of_two_ranks_saves_the_same_step_on_both(program, kind, step, runs, tmp_path):
     one = Whole(runs, program, tmp_path, *RARELY, *RANKS, *(["--rollout_size", 2] if program != "sft" else []), ranks=2)
