@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from helpers import ROOT, environment
 
+pytestmark = pytest.mark.slow
+
 PAGE = (ROOT / "howto" / "design.md").read_text(encoding="utf-8")
 FILES = ["lightrlhf/reinforce.py", "tests/programs/test_reinforce.py", "howto/algorithms/reinforce.md"]
 TABLE = "lightrlhf/programs.py"
@@ -57,19 +59,16 @@ def call(folder: Path, *words: str) -> str:
     return done.stdout
 
 
-@pytest.mark.slow
 def test_the_command_lists_the_new_program_and_shows_its_flags(followed):
     assert "reinforce" in call(followed, "-m", "lightrlhf")
     assert "--momentum" in call(followed, "-m", "lightrlhf", "reinforce", "--help")
     assert "algorithms/reinforce.md" in (followed / "README.md").read_text(encoding="utf-8")
 
 
-@pytest.mark.slow
 def test_the_new_program_trains_and_passes_the_tests_of_all_programs(followed):
     call(followed, "-m", "pytest", "-q", "-p", "no:cacheprovider", *TESTS)
 
 
-@pytest.mark.slow
 def test_the_files_of_the_page_pass_the_linter(followed):
     call(followed, "-m", "ruff", "check", *FILES[:2])
     call(followed, "-m", "ruff", "format", "--check", *FILES[:2])

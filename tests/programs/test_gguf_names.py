@@ -24,6 +24,8 @@ from lightrlhf.online_dpo import OnlineDPOArgs
 from lightrlhf.storage.run_dir import choices
 from lightrlhf.training.iterated_dir import as_given
 
+pytestmark = pytest.mark.slow
+
 NAME = "package:toy_weights"
 LORA = ["--finetune_mode", "lora", "--max_steps", "1", "--mini_batch_size", "4", "--micro_batch_size", "4"]
 LORA += ["--eval_iters", "1", *CPU]
@@ -57,7 +59,6 @@ def tuned(here, cafe_data):
     return experiment.resolve()
 
 
-@pytest.mark.slow
 def test_a_card_names_the_file_and_its_licence_and_no_folder_of_the_cache(here, tuned, cafe_data):
     again = ["--data_dir", str(cafe_data), "--sft_experiment_dir", str(tuned), "--log_dir", str(here[0] / "more")]
     later = Path(importlib.import_module("lightrlhf.dpo").main([*again, *LORA]))
@@ -69,7 +70,6 @@ def test_a_card_names_the_file_and_its_licence_and_no_folder_of_the_cache(here, 
     assert json.loads((tuned / "args.json").read_text())["model_name"] == NAME
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("program, data", [("online_dpo", "cafe_data"), ("iterative_refuel", "talk_data")])
 def test_iterations_hand_its_name_on(program, data, here, request, tmp_path):
     """Cards and arguments of the runs inside name the file; `initial` alone is pinned to what it was converted into."""
@@ -93,7 +93,6 @@ def test_iterations_hand_its_name_on(program, data, here, request, tmp_path):
     assert json.loads((experiment / "args.json").read_text())["initial"] == str(here[1])
 
 
-@pytest.mark.slow
 def test_iterations_go_on_with_the_same_weights_when_the_file_is_another_by_now(here, monkeypatch, tmp_path):
     args = parse(OnlineDPOArgs, ["--model_name", NAME, "--reward_function", "helpers.rewards:vowels"])
     assert as_given(args, str(here[1])) == NAME
@@ -103,7 +102,6 @@ def test_iterations_go_on_with_the_same_weights_when_the_file_is_another_by_now(
     assert as_given(args, str(here[1])) == str(here[1])
 
 
-@pytest.mark.slow
 def test_the_card_of_an_export_names_the_file_and_its_licence_once_at_its_start(here, tuned, tmp_path):
     export = importlib.import_module("lightrlhf.export")
     for number, model in enumerate((NAME, str(tuned))):
@@ -113,7 +111,6 @@ def test_the_card_of_an_export_names_the_file_and_its_licence_once_at_its_start(
         assert ("## The model it was made of" in (folder / "README.md").read_text()) == (model != NAME)
 
 
-@pytest.mark.slow
 def test_files_are_called_after_a_package_without_a_colon(here, cafe_data, tmp_path):
     few = ["--num_prompts", "1", "--max_new_tokens", "2", "--accelerator", "cpu", "--output_dir", str(tmp_path)]
     (file,) = importlib.import_module("lightrlhf.generate").main(
@@ -122,7 +119,6 @@ def test_files_are_called_after_a_package_without_a_colon(here, cafe_data, tmp_p
     assert Path(file).name == "toy_weights.jsonl" and Path(file).is_file()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "program", ["annotate", "generate", "evaluate", "evaluate_dialogues", "judge", "ppo", "online_dpo"]
 )
@@ -144,7 +140,6 @@ def test_it_is_no_reward_model(program, name, here, tuned, cafe_data, capsys, tm
     assert stop.value.code == 2 and f"--rm_experiment_dir {name}: a GGUF file holds a language model" in line
 
 
-@pytest.mark.slow
 def test_evaluation_reads_it_and_finds_where_a_run_started(here, tuned, cafe_data):
     evaluate = importlib.import_module("lightrlhf.evaluate")
     few = ["--num_samples", "2", "--max_new_tokens", "4", "--accelerator", "cpu"]
@@ -155,7 +150,6 @@ def test_evaluation_reads_it_and_finds_where_a_run_started(here, tuned, cafe_dat
     assert both[0]["kl"] == pytest.approx(0, abs=1e-5)  # decoded token by token, and scored at once
 
 
-@pytest.mark.slow
 def test_the_demo_offers_it_and_what_a_run_started_from(here, tuned):
     args = parse(DemoArgs, ["--experiment_dir", NAME, str(tuned), "--reference_dir", NAME])
     cache = ModelCache(args.model_name, torch.device("cpu"), reference_dir=args.reference_dir)
@@ -163,7 +157,6 @@ def test_the_demo_offers_it_and_what_a_run_started_from(here, tuned):
     assert cache.model(NAME).policy is cache.model(f"pretrained {NAME}").policy
 
 
-@pytest.mark.slow
 def test_data_of_another_tokenizer_are_refused_by_the_name_that_was_given(here, tmp_path):
     other = gpt2_like()
     store_tokenizer(other, tmp_path)
@@ -171,7 +164,6 @@ def test_data_of_another_tokenizer_are_refused_by_the_name_that_was_given(here, 
         load_tokenizer(tmp_path, NAME)
 
 
-@pytest.mark.slow
 def test_adapters_find_their_base_in_another_cache(here, tuned, cafe_data, monkeypatch, tmp_path):
     evaluate = importlib.import_module("lightrlhf.evaluate")
     flags = ["--experiment_dir", str(tuned), "--num_samples", "2", "--max_new_tokens", "4", "--accelerator", "cpu"]
@@ -187,7 +179,6 @@ def test_adapters_find_their_base_in_another_cache(here, tuned, cafe_data, monke
         shutil.move(moved, here[0] / "cache")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "program, flags",
     [

@@ -25,6 +25,8 @@ from lightrlhf.models.loading import load_policy
 from lightrlhf.models.tokenizer import end_ids
 from lightrlhf.sft import main as sft
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory, tokenizer):
@@ -33,7 +35,6 @@ def folder(tmp_path_factory, tokenizer):
     return path
 
 
-@pytest.mark.slow
 def test_the_program_answers_as_the_engine_here_also_after_a_kill(folder, tokenizer):
     policy = load_policy(str(folder), ModelArgs(), tokenizer).eval()
     seed = torch.rand(2, 6, generator=torch.Generator().manual_seed(9))
@@ -53,7 +54,6 @@ def test_the_program_answers_as_the_engine_here_also_after_a_kill(folder, tokeni
         assert server.ask("/version", Authorization="Bearer another").status_code == 401
 
 
-@pytest.mark.slow
 def test_the_client_of_other_programs_speaks_to_it(folder, tmp_path):
     with serving(folder) as (url, _):
         servers = Servers(RemoteArgs(base_url=[f"{url}/v1"]), str(folder))
@@ -79,7 +79,6 @@ def test_the_client_of_other_programs_speaks_to_it(folder, tmp_path):
         assert [len(row["responses"]) for row in rows] == [2, 2] and "errors" not in rows[0]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("number, status", [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
 def test_a_signal_ends_it_at_once_while_a_request_runs(folder, number, status):
     body = json.dumps({"prompt": [5], "n": 4096, "max_tokens": 250, "ignore_eos": True, "stream": True})
@@ -95,7 +94,6 @@ def test_a_signal_ends_it_at_once_while_a_request_runs(folder, number, status):
         assert len(server.lines) == 1, server.lines
 
 
-@pytest.mark.slow
 def test_a_key_is_made_and_printed(folder):
     variables = {name: value for name, value in environment().items() if name != "OPENAI_API_KEY"}
     flags = [folder, "--engine", "lightrlhf", "--port", "0", "--accelerator", "cpu"]
@@ -106,7 +104,6 @@ def test_a_key_is_made_and_printed(folder):
         assert process.stdout.readline().startswith("serving ")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "flags, status, words",
     [
@@ -123,7 +120,6 @@ def test_wrong_flags_are_one_line(folder, flags, status, words, monkeypatch):
     assert done.returncode == status and words in done.stderr and done.stderr.count("\n") == 1, done.stderr
 
 
-@pytest.mark.slow
 def test_wrong_models_and_ports_are_one_line(rm_dir, folder, tmp_path):
     done = run_program("lightrlhf.serve", str(tmp_path / "none"), check=False)
     assert done.returncode == 2 and "none does not exist" in done.stderr
@@ -160,7 +156,6 @@ def engines(tmp_path, monkeypatch):
     return wrapper
 
 
-@pytest.mark.slow
 def test_vllm_is_started_with_what_training_needs(engines, folder, tmp_path):
     flags = ["--python", engines, "--port", "8123", "--dtype", "bfloat16", "--enable_lora", "True"]
     flags += ["--max_lora_rank", "16", "--served_model_name", "tiny", "--engine_flags=--max-model-len 128"]
@@ -181,7 +176,6 @@ def test_vllm_is_started_with_what_training_needs(engines, folder, tmp_path):
     assert variables["VLLM_API_KEY"] == "a-secret-key"
 
 
-@pytest.mark.slow
 def test_an_adapter_is_merged_before_another_engine_gets_it(engines, sft_dir, cafe_data, tmp_path):
     flags = ["--max_steps", "1", "--finetune_mode", "lora", "--accelerator", "cpu", "--devices", "1"]
     flags += ["--model_name", sft_dir]
@@ -195,7 +189,6 @@ def test_an_adapter_is_merged_before_another_engine_gets_it(engines, sft_dir, ca
     assert sorted(checkpoint.parent.iterdir()) == before
 
 
-@pytest.mark.slow
 def test_another_engine_stays_on_the_loopback(engines, folder):
     done = run_program("lightrlhf.serve", str(folder), "--python", engines, "--host", "0.0.0.0", check=False)
     assert done.returncode == 2 and "without asking for a key; use 127.0.0.1" in done.stderr

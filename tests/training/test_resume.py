@@ -74,7 +74,6 @@ def test_an_adapter_that_is_joined_with_an_earlier_one_stays(cafe_data, base_mod
     assert state["learned"]["policy"] and not state["stored"]["policy"]
 
 
-@pytest.mark.slow
 def test_weights_are_found_in_shards_by_their_bits_under_any_name(tmp_path):
     model = tiny_model("gpt2")  # its head is tied
     model.save_pretrained(tmp_path, max_shard_size="10KB")
@@ -86,7 +85,6 @@ def test_weights_are_found_in_shards_by_their_bits_under_any_name(tmp_path):
     assert all(torch.equal(again[name], value) for name, value in learned["one"].items())
 
 
-@pytest.mark.slow
 def test_only_the_same_bits_and_dtype_count_as_stored(tmp_path):
     values = torch.arange(64.0) - 5
     save_file({"a": values, "half": torch.ones(3).half()}, tmp_path / "model.safetensors")

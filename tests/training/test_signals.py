@@ -163,7 +163,6 @@ def test_so_does_a_run_in_iterations_in_any_stage(program, whole):
 
 
 # --------------------------------------------------------------------------------------------------------- the handlers
-@pytest.mark.slow
 def test_handlers_of_others_and_ignored_signals_are_left_alone():
     """Schedulers' clients queue a job again in a handler of their own."""
     got: list[int] = []
@@ -179,7 +178,6 @@ def test_handlers_of_others_and_ignored_signals_are_left_alone():
         signal.signal(signal.SIGUSR1, before[1])
 
 
-@pytest.mark.slow
 def test_the_handler_of_an_enclosing_run_comes_back():
     before, outer = signal.getsignal(signal.SIGTERM), StopSignals(" outer")
     try:
@@ -196,7 +194,6 @@ def test_the_handler_of_an_enclosing_run_comes_back():
     assert signal.getsignal(signal.SIGTERM) == before
 
 
-@pytest.mark.slow
 def test_a_part_that_may_not_be_interrupted_is_not_nor_are_those_in_it():
     signals = StopSignals("")
     try:
@@ -210,7 +207,6 @@ def test_a_part_that_may_not_be_interrupted_is_not_nor_are_those_in_it():
         signals.close()
 
 
-@pytest.mark.slow
 def test_a_thread_changes_no_handler_and_a_fork_ends_as_before(tmp_path):
     before = signal.getsignal(signal.SIGTERM)
     with ThreadPoolExecutor(1) as threads:
