@@ -128,16 +128,17 @@ def test_no_two_files_import_each_other_in_a_circle():
         visit(name, ())
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "tests").rglob("*.py")), ids=lambda path: path.name)
-def test_no_test_file_is_imported_or_named_by_another(path):
+def test_no_test_file_is_imported_or_named_by_another():
     """Shared code is in tests/helpers; an import path such as `helpers.rewards:length` works from all folders."""
-    others = {other.stem for other in (ROOT / "tests").rglob("test_*.py")} | {"conftest"}
-    nodes = list(ast.walk(ast.parse(path.read_text())))
-    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
-    names |= {node.module for node in nodes if isinstance(node, ast.ImportFrom)}
-    texts = [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
-    names |= {text.partition(":")[0] for text in texts if re.fullmatch(r"[\w.]+:\w+", text)}
-    assert not {name for name in names if others & {*name.split(".")}}
+    files = sorted((ROOT / "tests").rglob("*.py"))
+    tests = {path.stem for path in files if path.stem.startswith("test_")} | {"conftest"}
+    for path in files:
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+        names |= {node.module for node in nodes if isinstance(node, ast.ImportFrom)}
+        texts = [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+        names |= {text.partition(":")[0] for text in texts if re.fullmatch(r"[\w.]+:\w+", text)}
+        assert not {name for name in names if tests & {*name.split(".")}}, path
 
 
 FILES_OF_PROGRAMS = [name for name in PROGRAMS if name != "demo"]
