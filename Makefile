@@ -54,6 +54,7 @@ wheel: $(VENV)/.installed
 	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
 
 # While working, three minutes: formulas, data, arguments and one tiny run of each program.
+check: export LIGHTRLHF_EXAMPLES := 20
 check: lint
 	$(PYTEST) -m "not slow and not thorough and not attack" tests
 

@@ -26,6 +26,7 @@ torch.set_num_threads(1)
 processes.open_session()
 forks.open_session(environment())
 EXAMPLES = int(os.environ.get("LIGHTRLHF_EXAMPLES", 100))  # that hypothesis draws for a test
+QUICK = ("llama", "gpt2", "gemma2")  # architectures whose tests are not slow: rotary, learned and sliding positions
 settings.register_profile("patient", max_examples=EXAMPLES, deadline=None)  # no example fails for being slow
 settings.load_profile("patient")
 
@@ -34,6 +35,8 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if "browser" in item.fixturenames:
             item.add_marker(pytest.mark.browser)
+        parameters = item.callspec.params if hasattr(item, "callspec") else {}
+        if "browser" in item.fixturenames or parameters.get("architecture", "llama") not in QUICK:
             item.add_marker(pytest.mark.slow)
         if "case" in item.fixturenames:
             item.add_marker(pytest.mark.attack)
