@@ -4,7 +4,7 @@
     lightrlhf ppo --data_dir data/cafe   the same as python -m lightrlhf.ppo --data_dir data/cafe
     lightrlhf --completion bash          print a completion script for the shell
 
-Left out: the programs of `datasets_prep`, which are modules of a package of their own.
+Left out: the programs of `datasets_prep`, which are modules of another package.
 """
 
 from __future__ import annotations

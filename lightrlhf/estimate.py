@@ -198,7 +198,7 @@ def sizes_of(args: EstimateArgs, model: PreTrainedModel, bits: int | None) -> Si
     """Weights of all roles, trained and frozen, that a run has on its device, and the number of trained parameters.
 
     A critic or reward model is the policy's body with a scalar head. A reference copies what is trained and shares the
-    rest. A reward model on a base of its own is float32.
+    rest. A reward model on another base is float32.
     """
     width = model.config.get_text_config().hidden_size
     body = {id(p): p for p in model.base_model.parameters()}.values()

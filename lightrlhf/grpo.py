@@ -298,7 +298,7 @@ def estimate_advantages(
     """Advantages of a rollout's actions from its scores and, with `--kl_placement reward`, its KL.
 
     The KL of a response gets a baseline as its score does, and is never divided by the scores' deviation. Without a
-    baseline (REINFORCE++) each action gets the reward to go, through tokens that are no actions.
+    baseline (REINFORCE++) each action gets the reward to go, through tokens that are not actions.
     """
     ranks = ranks or LocalRanks()
 

@@ -6,9 +6,9 @@ server sees each pair in both orders; where its verdicts disagree the pair is a 
 reported as position bias. A person sees each pair once, blind and in random order. Identical texts are a tie by any
 judge; neither a model at a server nor a person is asked about them.
 
-The results are wins, ties and losses of A with 95% intervals (Wilson's, which are no point after three equal verdicts),
-the lengths, and the win rate at equal lengths (after Dubois et al. 2024, arXiv:2404.04475). Each verdict is written at
-once; an interrupted run resumes.
+The results are wins, ties and losses of A with 95% intervals (Wilson's, which have a width even after three equal
+verdicts), the lengths, and the win rate at equal lengths (after Dubois et al. 2024, arXiv:2404.04475). Each verdict is
+written at once; an interrupted run resumes.
 
 `--sample` instead draws rows of the files, for a judge who cannot read all of them. Left out: ratings of more than two
 models, and the judging prompts of commercial benchmarks.

@@ -8,7 +8,7 @@ descent and less stable). `--training_step raft` instead trains on the best resp
 initial` the program is its own control: offline learning from responses of the initial policy, at equal prompts, pairs
 and reward queries.
 
-Each stage is a program of its own (`generate`, `annotate`, `dpo` or `sft`) and leaves its files:
+Each stage is a separate program (`generate`, `annotate`, `dpo` or `sft`) and leaves its files:
 
     iteration-02/prompts.jsonl  responses.jsonl  rewards.jsonl  pairs/  policy/  evaluation.json  evaluation.jsonl
 

@@ -34,7 +34,7 @@ class Program(NamedTuple):
 
     @property
     def samples(self) -> bool:
-        """Whether it learns from samples of its own."""
+        """Whether it learns from its own samples."""
         return self.data in ("prompts", "dialogue", "environment")
 
 

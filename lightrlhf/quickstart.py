@@ -3,7 +3,7 @@
     prepare data -> SFT -> reward model -> PPO -> evaluation
 
 Each stage is the program a user would call; its command is printed before it runs. The last lines are responses before
-and after PPO, a table of what was measured and what it means, a figure, and the next commands. Exits with status 1 when
+and after PPO, a table of results with their meaning, a figure, and the next commands. Exits with status 1 when
 PPO does not beat SFT by the gold judge, which no training stage uses.
 
 Left out: flags of the stages, which their own programs have, and other tasks.
@@ -187,7 +187,7 @@ def demonstrations(data_dir: str, count: int = 400) -> dict[str, float]:
 
 
 def explain(rows: list[dict[str, Any]], pairs: dict[str, Any], demonstrated: dict[str, float]) -> None:
-    """Print what was measured, and what it means."""
+    """Print the results, and what they mean."""
     names = {"gold": "gold score", "correct": "  order repeated", "polite": "  polite", "short": "  short"}
     columns = [demonstrated | {"gold": demonstrated["score"]}, *rows]
     print(f"\n{'':20}{'training rows':>16}{'held-out orders':>24}")

@@ -13,7 +13,7 @@ takes A = (G - mean) / standard deviation over those K (GRPO, Shao et al. 2024, 
 min(rho_t, 2) or, as in the authors' code, by 1. Without `--reflect_experiment_dir` this is plain RL after fine-tuning.
 
 Left out: bootstrapped values at the horizon (it is part of the task), a penalty on the reflector, which is never
-trained, sharded models (`fsdp`, `deepspeed`), and environments in processes of their own.
+trained, sharded models (`fsdp`, `deepspeed`), and environments in separate processes.
 """
 
 from __future__ import annotations
@@ -244,7 +244,7 @@ def load_agent(
 
 
 def load_critic(args: ReflectRLArgs, agent: ModelAgent, is_given: bool) -> nn.Module | None:
-    """A critic that starts from the policy: a head on its states, or a model of its own; None without `use_critic`."""
+    """A critic that starts from the policy: a head on its states, or a separate model; None without `use_critic`."""
     if args.shared_critic:
         return ValueHead(agent.policy, args.seed)
     if not args.use_critic:

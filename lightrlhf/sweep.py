@@ -1,7 +1,7 @@
 """Sweep over flags and seeds: train a program for each combination of a file, then show a table and a picture.
 
 `lightrlhf sweep FILE.yaml` runs a grid of flags of any training program (the file: `cli/sweep_file.py`),
-each run in a process of its own, whose memory is free when it ends and whose failure ends nothing else. What is done is
+each run in a separate process, whose memory is free when it ends and whose failure ends nothing else. What is done is
 read from the folder, so the same command goes on after a kill, retries what failed, and adds values and seeds that were
 added to the file.
 
@@ -102,7 +102,7 @@ def run(args: SweepArgs) -> list[dict[str, Any]]:
         )
     if stopped := [row["run"] for row in own if row["status"] == "interrupted"]:
         names = ", ".join(stopped)
-        print(f"{len(stopped)} of {len(own)} runs were stopped: {names}; the same command goes on with them")
+        print(f"{len(stopped)} of {len(own)} runs were stopped: {names}; the same command continues them")
         raise Terminated
     return results
 
@@ -166,7 +166,7 @@ def train_all(sweep: Sweep, planned: Sequence[Planned], folder: Path) -> dict[st
                     tqdm.write(f"{one.name} was stopped by a signal", file=sys.stderr)
             except (KeyboardInterrupt, Terminated):
                 row["status"], row["error"] = "interrupted", None
-                tqdm.write(f"{one.name} is stopped; the same command goes on with it", file=sys.stderr)
+                tqdm.write(f"{one.name} is stopped; the same command continues it", file=sys.stderr)
                 raise
             finally:
                 row["seconds"] += time.perf_counter() - started
@@ -230,7 +230,7 @@ def run_child(command: Sequence[str], log: Path) -> int:
 
     A signal of a batch system is forwarded as well; the process then has all the time that the system leaves to save.
 
-    The process has a session of its own, so that Ctrl-C reaches it, and the ranks that it starts, from here alone.
+    The process has its own session, so that Ctrl-C reaches it, and the ranks that it starts, from here alone.
     """
     with writing(log), log.open("ab") as output:
         output.write(f"$ {shlex.join(command)}\n".encode())

@@ -1,4 +1,4 @@
-"""Flags that check themselves: the field of a flag says its range, what it needs and what it excludes.
+"""Flags that check themselves: a flag's field declares its range, the flags it needs and those it excludes.
 
 `Args` is the base of all argument classes. It checks the type and the rules of each field, and then calls `_check` of
 each class that has one, bases first: the rules between several flags. A class that gives an inherited flag another

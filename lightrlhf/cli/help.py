@@ -107,7 +107,7 @@ def state_of(flags: dict[str, Flag], name: str) -> str:
 
 
 def entry(name: str, kind: str, sentence: str) -> list[str]:
-    """Lines of one flag: `--name KIND`, then its sentence in a column of its own."""
+    """Lines of one flag: `--name KIND`, then its sentence in the second column."""
     head = f"  --{name} {kind}".rstrip()
     if len(head) > COLUMN + 12 and kind.startswith("{"):  # long choices belong to the text
         head, sentence = f"  --{name}", f"{sentence} {kind.replace(',', ', ')}"

@@ -78,7 +78,7 @@ ANSWERS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("num_beams", "num_return_sequences"), ("beams are not samples of the policy",)),
     "ignore_index": ("it is always -100",),
     # MA-RLHF
-    "parser_cutoff": ("--parsing_cutoff, one less: a constituent of so many tokens is one macro action here",),
+    "parser_cutoff": ("--parsing_cutoff, one less: here a constituent of exactly that length is one macro action",),
     **dict.fromkeys(("model_name_a", "model_name_b"), ("--responses_file A B",)),
     **dict.fromkeys(("output", "proj_path"), ("--output_file",)),
     "dataset": ("--task", "--data_dir"),

@@ -1,6 +1,6 @@
 """Timeouts in seconds, each set by an environment variable.
 
-They are not flags, since they do not change what a run learns.
+They are not flags, since they do not change the trained model.
 """
 
 from __future__ import annotations

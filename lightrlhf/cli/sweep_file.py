@@ -38,7 +38,7 @@ REQUIRED = {"program": "program: sft", "seeds": "seeds: [1, 2, 3]", "metric": "m
 KEYS = {*REQUIRED, "flags", "grid"}
 OF_THE_SWEEP = {  # flags that a file does not set, and why
     "seed": "give seeds",
-    "output_dir": "each run has a folder of its own in the sweep's",
+    "output_dir": "each run has its own folder in the sweep's",
     "resume_from": "the sweep itself resumes its runs",
     "dry_run": "a dry run has no metric to compare",
     "push_to_hub": "each run would replace the one before; upload the one you choose",

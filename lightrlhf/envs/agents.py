@@ -309,7 +309,7 @@ def num_choices(env: TextEnv, args: ActingArgs) -> int:
 def load_reflector(
     name: str, args: ActingArgs, num_slots: int, device: torch.device, trust_remote_code: bool = False
 ) -> Reflector:
-    """The frozen reflector of `--reflect_experiment_dir`, with a tokenizer of its own.
+    """The frozen reflector of `--reflect_experiment_dir`, with its own tokenizer.
 
     Raises: UsageError when it cannot be loaded.
     """

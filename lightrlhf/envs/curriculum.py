@@ -30,7 +30,7 @@ def curriculum(names: Sequence[str], levels: Sequence[str] = (), stages: str | N
     for flag, wanted in [("--levels", levels), *(("--stages", part) for part, _ in parts)]:
         unknown = [name for name in wanted if name not in names]
         if unknown:
-            raise UsageError(f"{flag} {unknown[0]} is no level of the environment; it has {', '.join(names)}")
+            raise UsageError(f"{flag} {unknown[0]} is not a level of the environment; it has {', '.join(names)}")
     return [Stage(tuple(names.index(name) for name in part), limit) for part, limit in parts]
 
 

@@ -6,7 +6,7 @@ actions. An agent maps the seats that wait for an action to decisions, so a mode
 The random numbers of a seat follow from the seed and the index of its episode alone: what happens in an episode does
 not depend on how many are played at the same time.
 
-Left out: environments in processes of their own.
+Left out: environments in separate processes.
 """
 
 from __future__ import annotations

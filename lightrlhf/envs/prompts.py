@@ -75,13 +75,13 @@ def label_ids(tokenizer: Tokenizer, labels: Sequence[str]) -> list[int]:
         tokens = encode_response(tokenizer, label)[:-1]
         if len(tokens) != 1 or tokens[0] in ids:
             usable = f"this tokenizer supports at most {len(ids)} commands in a state"
-            raise UsageError(f"the label {label!r} is not a token of its own but {tokens}; {usable}")
+            raise UsageError(f"the label {label!r} is not a single token but {tokens}; {usable}")
         ids += tokens
     return ids
 
 
 def state_prompt(text: str, info: Info, with_history: bool = False) -> str:
-    """Task, history and observation, each on lines of its own; ends in a line break."""
+    """Task, history and observation, each on its own lines; ends in a line break."""
     parts = [info["task"]] if info["task"] else []
     if with_history:
         parts += [f"> {action}\n{result}" if result else f"> {action}" for action, result in info["history"]]

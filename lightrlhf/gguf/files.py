@@ -75,7 +75,7 @@ def check_model_exists(name: str, flag: str) -> None:
 
 
 def describe_file(name: str, flag: str = "--model_name") -> str:
-    """What a GGUF file is, by which name, hash and licence, as the folder that it was converted into says."""
+    """Name, hash and licence of a GGUF file, from the README.md of the folder it was converted into."""
     return (from_gguf(name, flag) / "README.md").read_text(encoding="utf-8").strip().replace("\n", " ")
 
 
@@ -126,7 +126,7 @@ def write_model(folder: Path, model: Any, tokenizer: Tokenizer, text: str) -> No
 
 
 def card(file: Path, model: Any, stored: dict[str, Any]) -> str:
-    """What a converted folder says of its file."""
+    """The README.md of a converted folder: the file's name, hash, licence and dtype."""
     licence = stored.get("general.license", "not named in the file")
     return (
         f"Converted by lightrlhf from `{file.name}` ({stored.get('general.name', 'unnamed')}), sha256 {sha256(file)}.\n"

@@ -1,7 +1,7 @@
 """A GGUF file as a model of transformers.
 
 Sizes and token ids of the metadata are checked before transformers builds anything of them. It then reads tensors,
-config and tokenizer, and what it has read is compared with the file: every weight used and finite, each token's id, a
+config and tokenizer, and the result is compared with the file: every weight used and finite, each token's id, a
 chat template that renders. No code of a file is run but that template, in transformers' sandbox.
 
 Left out: quantised weights themselves (they become float32, unless half precision holds every weight exactly).
@@ -95,7 +95,7 @@ def open_file(file: Path, named: str) -> tuple[Any, dict[str, Any]]:
 
 
 def check_metadata(named: str, stored: dict[str, Any], num_tensors: int) -> None:
-    """Raises: UsageError for the first of the metadata that no model of so many tensors has."""
+    """Raises: UsageError for the first metadata that do not fit a model of `num_tensors` tensors."""
     if (parts := stored.get("split.count", 1)) != 1:  # all parts but the first have no other metadata
         raise UsageError(f"{named} is one of {parts!r} parts; join them first: llama-gguf-split --merge")
     for key in _misfits(stored, num_tensors):

@@ -1,6 +1,6 @@
 """Tokenizers in the metadata of a GGUF file: tokens, their types, merges or scores, what ends a text, the template.
 
-llama.cpp splits a text before any merge by regular expressions of its own, which a file can only name
+llama.cpp splits a text before any merge by its own regular expressions, which a file can only name
 (`tokenizer.ggml.pre`). So the name is found by comparing the tokenizer's own expressions with the known ones; without
 one llama.cpp would split, and hence tokenise, other than the model was trained.
 
@@ -80,7 +80,7 @@ def refusal_of(tokenizer: Tokenizer) -> str:
 
 
 def tokens_and_types(tokenizer: Tokenizer, rows: int, is_bytes: bool) -> tuple[list[str], list[int]]:
-    """Each token's text and GGUF type by id; rows of the embedding without a token get a name of their own."""
+    """Each token's text and GGUF type by id; rows of the embedding without a token get made-up names."""
     texts = {index: token for token, index in tokenizer.get_vocab().items()}
     if max(texts) >= rows:
         raise UsageError(f"{refusal_of(tokenizer)}: it has {max(texts) + 1} tokens, the model {rows}")
@@ -170,7 +170,7 @@ def complete_tokenizer(tokenizer: Tokenizer, stored: dict[str, Any]) -> Any:
     """A tokenizer with what transformers leaves out of a file's metadata.
 
     How text is split, control tokens, and whether a text begins with a BOS, by llama.cpp's default where the file does
-    not say. It is of no class with named tokens of its own, which a file need not have and which would get new ids.
+    not say. It is of no class that names tokens, which a file might lack and which would then get new ids.
     """
     from tokenizers import Regex, Tokenizer, pre_tokenizers
     from transformers import PreTrainedTokenizerFast

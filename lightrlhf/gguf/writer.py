@@ -1,9 +1,9 @@
 """GGUF files, the format of llama.cpp: writes a model of transformers with its tokenizer.
 
-What a file cannot say of a model shows as other logits when it is read back (`models/export_check.py`). Matrices get
-the type that is asked for, vectors and positions stay float32. In the types of 4 and 5 bits the embedding and the
-head, on which every token depends, have 8. A matrix whose rows are no multiple of a block, 32 numbers, is stored as
-float16.
+A property of a model that the format cannot express shows as different logits when the file is read back
+(`models/export_check.py`). Matrices get the requested type, vectors and positions stay float32. In the types of 4 and
+5 bits the embedding and the head, on which every token depends, have 8. A matrix whose rows are not a multiple of a
+block, 32 numbers, is stored as float16.
 
 Left out: mixtures of experts, other architectures, K-quants (`llama-quantize` makes them of a file in f32), positions
 scaled other than by a factor of each frequency, and attention over a window, which is why the context ends with it.
@@ -114,7 +114,7 @@ def hyperparameters(model: PreTrainedModel, rows: int) -> dict[str, Any]:
 
 
 def frequency_factors(model: PreTrainedModel) -> Tensor | None:
-    """By how much each rotary frequency is slowed down (Llama 3.1 and later); None if none is.
+    """By how much each rotary frequency is slowed down (Llama 3.1 and later); None if all are as usual.
 
     Raises: UsageError when positions are scaled in a way that such factors do not express.
     """
@@ -187,7 +187,7 @@ def round_as_stored(stored: Stored) -> Tensor:
 
 
 def metadata(model: PreTrainedModel, tokenizer: Tokenizer, ends: Iterable[int]) -> dict[str, Any]:
-    """What a file says of a model and its tokenizer, by GGUF's names. ends: ids at which a response ends.
+    """Metadata of a model and its tokenizer, by GGUF's names. ends: ids at which a response ends.
 
     Raises: UsageError when either cannot be written.
     """

@@ -41,7 +41,7 @@ TEXTS = (
 
 
 class Observed(NamedTuple):
-    """What a model and its tokenizer do."""
+    """Outputs of a model and its tokenizer."""
 
     asked: list[str]  # TEXTS, and one with all named control tokens
     texts: list[list[int]]  # their token ids, with what the tokenizer adds to a text
@@ -61,14 +61,14 @@ class Pair(NamedTuple):
 
 
 class Finding(NamedTuple):
-    """What a check has measured."""
+    """The result of a check."""
 
     difference: float  # of logits, the largest
     greedy: str  # "16 of 16" tokens equal; "-" for a scalar model
 
 
 def observe(model: PreTrainedModel, tokenizer: Tokenizer, source: Observed | None = None) -> Observed:
-    """What a model does with the prompts; `source`: with the texts and sequences of another one instead of its own."""
+    """Outputs of a model on the prompts; source: outputs whose texts and sequences to use instead of new ones."""
     is_scalar = hasattr(model, "score")
     ends = {tokenizer.eos_token_id} if is_scalar else set(end_ids(tokenizer, model))
     if source is None:

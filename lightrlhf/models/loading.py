@@ -395,7 +395,7 @@ def choose_attention(model: PreTrainedModel, args: ModelArgs, named: str) -> Non
         raise UsageError(f"--attn_implementation {name}: {named}: {first_line(problem)}; leave it out") from None
     if model.config._attn_implementation != name:
         raise UsageError(
-            f"--attn_implementation {name}: {named} ({model.config.model_type}) has only an attention of its own; "
+            f"--attn_implementation {name}: {named} ({model.config.model_type}) has only its own attention; "
             "leave it out"
         )
 

@@ -12,7 +12,7 @@ taken out of the base. Here the base stays as it is, and the part is subtracted 
 B0 A0. So quantities that are relative to the base (a reference, an export, a merge) hold without a special case. A
 checkpoint's rank is then twice the trained one.
 
-DoRA (Liu et al. 2024) is no sum, for it scales the rows of W + B A: such an adapter stands alone on its base.
+DoRA (Liu et al. 2024) is not a sum, for it scales the rows of W + B A: such an adapter stands alone on its base.
 
 Left out: adapters of other kinds, which peft can merge into their base first. LoftQ, which chooses the quantised base
 together with the adapter, so that the checkpoint would need that base.

@@ -51,7 +51,7 @@ def starting_model(args: ModelArgs) -> tuple[str, str]:
 
 
 def resolve(name: str, flag: str = "--model_name") -> str:
-    """Folder or hub id of a name: of an experiment dir its newest checkpoint, of a GGUF file what it converts to.
+    """Folder or hub id of a name: of an experiment dir its newest checkpoint, of a GGUF file its converted folder.
 
     Raises: UsageError when a folder is neither a model nor an experiment dir, or the checkpoint is missing or damaged.
     """

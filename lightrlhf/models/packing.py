@@ -9,7 +9,7 @@ Positions restart after the prefix for each text and at 0 for each group, and an
 each other. Outputs and gradients are as for separate rows, with fewer tokens. Attention over a packed row costs
 its width squared, so of several numbers of rows the cheapest is taken, or texts are not packed at all.
 
-A prefix pass whose keys and values are cached for the texts has less attention to compute. It is no choice here: a
+A prefix pass whose keys and values are cached for the texts has less attention to compute. It cannot be used here: a
 cache excludes activation checkpointing, and a number of passes that depends on the data desynchronises FSDP's ranks.
 
 Left out: attention kernels that skip masked blocks, and prefixes common to a part of a group.

@@ -58,7 +58,7 @@ def enable_packing(role: Policy | ScalarModel) -> None:
             role.packs = close and _is_same(role, packed, 21, alone)
         except torch.OutOfMemoryError:
             raise
-        except Exception:  # this architecture rejects custom masks, each in a way of its own
+        except Exception:  # each architecture rejects custom masks by another error
             role.packs = False
 
 

@@ -47,7 +47,7 @@ class TokenStats(NamedTuple):
 
 
 class Role(nn.Module):
-    """A Hugging Face model in one role: a model of its own, or with LoRA one of several roles on a shared backbone.
+    """A Hugging Face model in one role: a separate model, or with LoRA one of several roles on a shared backbone.
 
     adapters: names of the adapters that are active in this role; a trainable one comes last, see `lora.belonging`.
     base: hub id or folder of the weights below the adapters; None if they are not stored.

@@ -48,7 +48,7 @@ def export(module: Role, folder: Path, base_dir: Path) -> None:
 
 
 def export_for_servers(module: Role, folder: Path, base_dir: Path, as_adapter: bool) -> None:
-    """Write what a server loads: merged weights, or with `as_adapter` the adapter alone.
+    """Write the files that a server loads: merged weights, or with `as_adapter` the adapter alone.
 
     A tied head is written too: vLLM on a CPU leaves it as it was unless it is among the weights.
     """

@@ -20,7 +20,7 @@ from lightrlhf.data.types import PreTrainedModel
 def is_tied(model: PreTrainedModel, layer: Any) -> bool:
     """Whether a layer with adapters shares the embedding's matrix.
 
-    The storage decides: in a model that was gathered from ranks, tied layers have parameters of their own on it.
+    The storage decides: in a model that was gathered from ranks, tied layers have separate parameters on it.
     """
     embedding: Any = model.get_input_embeddings()
     return layer.get_base_layer().weight.data_ptr() == embedding.weight.data_ptr()

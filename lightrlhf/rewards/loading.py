@@ -68,7 +68,7 @@ def make_rewards(
     backbone: Policy | None = None,
     keeps_infinite: bool = False,
 ) -> Rewards:
-    """The rewards of a training program, and its audit with what a resumed run remembers of it; see `load_rewards`.
+    """The rewards of a training program, and its audit, restored in a resumed run; see `load_rewards`.
 
     Raises: UsageError naming the flag when one cannot be loaded.
     """

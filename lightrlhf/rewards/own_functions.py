@@ -1,7 +1,7 @@
 """User-defined losses and advantages, by import path: tried at the start, and checked at each call.
 
 Each of these functions returns a tensor of the shape that it got. One that fails, or returns anything else, ends the
-run in one line with what it should be.
+run in one line that says what to return.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ class Rewards:
                 scorer.close()
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint holds of the audit, as plain values."""
+        """State of the audit for a checkpoint, as plain values."""
         return {"audit": self.audit.state() if self.audit else None}
 
     @property

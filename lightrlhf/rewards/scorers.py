@@ -122,7 +122,7 @@ def find_complete_group(chances: Container[tuple[int, int]], lengths: Sequence[i
     """Indices of the responses of a group that were all compared with each other, in both orders; none of fewer than 2.
 
     Scores are comparable only where all had the same rivals, so the response with the most missing comparisons is left
-    out, of equals the longest, until none is missing. chances: what was compared, (first, second).
+    out, of equals the longest, until all are there. chances: what was compared, (first, second).
     """
     kept = list(range(len(lengths)))
     while len(kept) > 1:
@@ -265,7 +265,7 @@ def score_batch(model: Any, input_ids: Tensor, attention_mask: Tensor) -> Tensor
 
 
 def is_encoder(model: Any) -> bool:
-    """Whether a classifier reads a pair of texts, as BERT does: no head `score`, no code of its own."""
+    """Whether a classifier reads a pair of texts, as BERT does: no head `score`, no custom code."""
     return not isinstance(model, ScalarModel) and not hasattr(model.config, "auto_map")
 
 

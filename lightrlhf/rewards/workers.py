@@ -8,7 +8,7 @@ copies of this process after torch has started threads, or as new ones that run 
 script without `if __name__ == "__main__"` is the training. It also leaves a hung worker behind when this process is
 killed.
 
-Left out: limits of memory, and isolation of what a function runs (`datasets_prep.apps.sandbox` has both for programs).
+Left out: limits of memory, and isolation of the functions (`datasets_prep.apps.sandbox` has both for programs).
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Worker:
         self.connection.send_bytes(pickle.dumps(response))
 
     def kill(self) -> int:
-        """End it and what it started; its exit status."""
+        """End it and its child processes; returns its exit status."""
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.connection.close()
@@ -111,13 +111,13 @@ class Workers:
                         self._hear(worker, results)
                     elif time.monotonic() >= worker.deadline:
                         self._give_up(worker, results)
-        except BaseException:  # an interrupt, too: calls are under way that nobody will read
+        except BaseException:  # an interrupt, too: the results of pending calls will not be read
             kill_all(self.workers)
             raise
         return results
 
     def _hear(self, worker: Worker, results: list[Any]) -> None:
-        """Take what a worker says: that it is ready, that it could not start, or a result."""
+        """Take a worker's message: that it is ready, that it could not start, or a result."""
         try:
             kind, value = json.loads(worker.connection.recv_bytes())
         except (EOFError, OSError):
@@ -154,7 +154,7 @@ def kill_all(workers: list[Worker]) -> None:
 def serve(path: str, descriptor: int, parent: int) -> None:
     """Call the function of a path for each response that arrives, until the other end is closed."""
     end_with_parent(parent)
-    os.dup2(2, 1)  # what a function prints
+    os.dup2(2, 1)  # the output of a function's `print`
     connection = Connection(descriptor)
 
     def say(kind: str, value: Any = None) -> None:

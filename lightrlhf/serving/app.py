@@ -119,7 +119,7 @@ class App:
             job.cancel()
 
     async def _queued(self, work: Callable[[], Any]) -> Any:
-        """What a request's work returns, after those before it, and not while the server is paused."""
+        """Run the work of a request after those before it, and not while the server is paused; returns its result."""
         while not self.resumed.is_set():
             await self.resumed.wait()
         self.num_running += 1
@@ -206,7 +206,7 @@ class App:
         return JSONResponse({"object": "list", "data": data})
 
     async def server_info(self, request: Request) -> Response:
-        """What a trainer compares with its own settings, where vLLM has it."""
+        """Settings that a trainer compares with its own, by vLLM's names."""
         config: Json = {
             "model": self.engine.root,
             "dtype": str(self.engine.dtype),
@@ -243,7 +243,7 @@ class KeyCheck:
 
 # ------------------------------------------------------------------------------------------------------------- requests
 async def read_body(request: Request) -> Json:
-    """The JSON object in a body. Raises: Refusal when it is too large, or is none."""
+    """The JSON object in a body. Raises: Refusal when it is too large, or not one."""
     content = bytearray()
     async for piece in request.stream():
         content += piece
@@ -306,7 +306,7 @@ def whole(token_text: Texts, asked: Completion, head: Json, found: Answer) -> Js
 def chunk(
     token_text: Texts, asked: Completion, head: Json, index: int, choice: Choice, before: Choice | None, version: str
 ) -> Json | None:
-    """What a choice has more than before; None if nothing shows yet."""
+    """The part of a choice that is new; None if nothing shows yet."""
     text, count = (before.text, len(before.ids)) if before else ("", 0)
     more = choice.text[len(text) :]
     if not more and count == len(choice.ids) and choice.finish_reason is None:
@@ -378,7 +378,7 @@ async def not_served(request: Request, problem: HTTPException) -> Response:
 
 
 async def gone(request: Request, problem: ClientDisconnect) -> Response:
-    return Response(status_code=499)  # nobody reads it
+    return Response(status_code=499)  # the client has gone
 
 
 async def on_failure(request: Request, problem: Exception) -> Response:

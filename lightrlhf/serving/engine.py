@@ -91,7 +91,7 @@ class Engine:
         self.version = "default"  # of the weights, a name that clients give
 
     def limits(self) -> Served:
-        """What requests are checked against."""
+        """The model's limits, which requests are checked against."""
         positions = getattr(self.policy.model.config, "max_position_embeddings", None) or UNLIMITED
         return Served(self.tokenizer, vocabulary_size(self.policy), positions, [self.name, *self.adapters])
 
@@ -206,7 +206,7 @@ class Engine:
     def load_adapter(self, name: str, folder: str) -> None:
         """Load a peft folder under a name. Raises: Refusal when that is taken, or the folder does not fit."""
         if name == self.name or name in self.adapters:
-            raise Refusal(f"{name} is loaded already; give each version a name of its own")
+            raise Refusal(f"{name} is loaded already; give each version another name")
         if len(self.adapters) >= MOST_ADAPTERS:
             raise Refusal(f"{MOST_ADAPTERS} adapters are loaded; unload one of {', '.join(self.adapters)}")
         if self.merged_into is not None:

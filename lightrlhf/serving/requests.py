@@ -44,7 +44,7 @@ class Refusal(Exception):
 
 
 class Served(NamedTuple):
-    """What a request is checked against."""
+    """The model's limits, which requests are checked against."""
 
     tokenizer: Tokenizer
     vocabulary: int  # token ids are below
@@ -87,7 +87,7 @@ class Completion:
 
 
 def is_whole(value: Any, least: int = 0, most: int = 2**63 - 1) -> bool:
-    """Whether a value is a whole number between two others; True and 1.0 are none."""
+    """Whether a value is a whole number between two others; True and 1.0 are not."""
     return type(value) is int and least <= value <= most
 
 

@@ -46,7 +46,7 @@ class Curve(NamedTuple):
 
 # ------------------------------------------------------------------------------------------------------------ one run
 def columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, Column]:
-    """Columns of the rows of `metrics.jsonl`; values that are no finite numbers are left out.
+    """Columns of the rows of `metrics.jsonl`; values that are not finite numbers are left out.
 
     Evaluations are separate rows; of two values of a step the last one counts.
     """

@@ -1,4 +1,4 @@
-"""What a file is by its first bytes: compressed text is opened, what is no data says what it is and what to do."""
+"""Kinds of files by their first bytes: compressed text is opened; an error names what is not data."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def open_bytes(path: Path) -> io.BufferedReader:
 
 
 def foreign(head: bytes) -> str | None:
-    """What a file is and what to do, by its first bytes; None for what may be data."""
+    """Kind of a file and what to do, by its first bytes; None if it may be data."""
     return next((said for start, said in FOREIGN if re.match(start, head, re.DOTALL | re.IGNORECASE)), None)
 
 

@@ -245,7 +245,7 @@ def check_settings(path: Path, settings: Row) -> None:
 
 
 def check_seal(path: Path, content: bytes, may_be_cut: bool = False) -> None:
-    """Raises: UsageError when a file with a seal has changed since it was written; content: what it holds.
+    """Raises: UsageError when a file with a seal has changed since it was written; content: its rows.
 
     may_be_cut: a shorter file passes, as one whose writer goes on after the last complete row.
     """

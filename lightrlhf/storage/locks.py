@@ -3,7 +3,7 @@
 A lock is the operating system's (flock) on a small file that says who holds it, so it ends with the process, however
 that ends; a file that a killed process left locks nothing. Readers never lock. Of a run's ranks only the first locks,
 processes that are forked or started below a holder do not inherit it, and within one process a folder may be locked
-again, as a notebook does that resumes what it began.
+again, as a notebook does that resumes its run.
 
 Left out: file systems without flock (some network ones: a note says so, and the run goes on), Windows, and fairness.
 """

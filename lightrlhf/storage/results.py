@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Item = TypeVar("Item")
-USUAL_METRICS = (  # what a run is judged by: the bar and the demo's curve show the first ones logged
+USUAL_METRICS = (  # the metrics to look at first: the bar and the demo's curve show the first ones logged
     "objective/score",
     "objective/kl",
     "rewards/accuracies",

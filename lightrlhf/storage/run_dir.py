@@ -253,12 +253,12 @@ def new_run_dir(parent: Path, flag: str) -> Path:
 def check_vacant(directory: Path) -> None:
     """Raises: UsageError when `--output_dir` of a new run holds another run or other files.
 
-    What a kill left before the arguments were written does not count.
+    Files of a run that was killed before it wrote its arguments do not count.
     """
     names = sorted(path.name for path in directory.iterdir() if path.name != LOCK and not is_temporary(path.name))
     what, other = f"--output_dir {directory}", "name another folder"
     if "args.json" in names and checkpoints(directory):
-        raise UsageError(f"{what} holds a run already; go on with it by --resume_from {directory}, or {other}")
+        raise UsageError(f"{what} holds a run already; continue it by --resume_from {directory}, or {other}")
     if "args.json" in names:
         raise UsageError(f"{what} holds a run without a checkpoint; remove it, or {other}")
     if names:

@@ -22,7 +22,7 @@ class Shard(NamedTuple):
     world_size: int
 
     def span(self, num_rows: int) -> slice:
-        """Its contiguous part of so many rows; sizes of parts differ by at most one."""
+        """Its contiguous part of `num_rows` rows; sizes of parts differ by at most one."""
         return slice(*(num_rows * i // self.world_size for i in (self.rank, self.rank + 1)))
 
     def of(self, rows: Sequence[Item]) -> Sequence[Item]:

@@ -185,7 +185,7 @@ def test_a_sweep_that_is_stopped_goes_on_from_the_checkpoint(number, status, swe
         assert process.wait(PATIENCE) == status
     assert ("interrupted" in (folder / f"{NAMES[1]}.log").read_text()) == (number == signal.SIGINT)
     if number != signal.SIGKILL:
-        assert "the same command goes on with it" in printed.read_text()
+        assert "the same command continues it" in printed.read_text()
         assert rows(folder)[NAMES[1]]["status"] == "interrupted"
         gate.touch()
         swept()

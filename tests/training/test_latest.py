@@ -221,7 +221,7 @@ def test_a_folder_that_holds_a_run_or_files_is_refused(cafe_data, base_model, tm
         folder.mkdir()
         (folder / file).write_text("{}")
     for folder, told in (
-        (run, f"holds a run already; go on with it by --resume_from {run}, or name another folder"),
+        (run, f"holds a run already; continue it by --resume_from {run}, or name another folder"),
         (begun, "holds a run without a checkpoint; remove it, or name another folder"),
         (full, "is not empty, it holds notes.txt; name another folder"),
     ):
