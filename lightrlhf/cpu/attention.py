@@ -7,7 +7,7 @@ gain without a change. Queries are scaled before the product, and they and the s
 is float32. In the backward pass weights of attention are computed again (Dao et al. 2022, algorithm 4), for a few rows
 of the batch at a time, so that the weights of all rows are never in memory.
 
-Left to torch's kernel: other types, dropout, rows of so many tokens that it is as fast, and processors with AMX, which
+Left to torch's kernel: other types, dropout, rows so long that it is as fast, and processors with AMX, which
 it uses. Whether the kernels are replaced follows from the processor alone.
 """
 

@@ -29,7 +29,7 @@ BLOCKS = {torch.float32: 32, torch.float16: 64}  # columns of a block, 128 bytes
 class RaggedLayer:
     """The KV cache of one layer for all slots, updated in place; `Slots` uses it in place of a `SlabLayer`.
 
-    Blocks come first, so that what a step reads is in few places; of fewer slots they are the first ones of each block.
+    Blocks come first, so that a step reads from few places; of fewer slots they are the first ones of each block.
     """
 
     multiple = max(BLOCKS.values())  # its number of columns, and those that are dropped, are multiples

@@ -92,7 +92,7 @@ class PackedLinear:
 
 
 class Layer(NamedTuple):
-    """What a step computes in one layer."""
+    """The products of a step in one layer."""
 
     project: PackedLinear  # queries, keys and values
     head_norm: tuple[Norm, Tensor] | None  # with its weights (heads + groups, D), in Qwen3
@@ -236,7 +236,7 @@ class PackedDecoder:
 
 
 def pack_decoder(model: PreTrainedModel, steps: int, own: torch.dtype) -> PackedDecoder | None:
-    """A packed copy of a model with its active adapters, for a call of so many steps; None where there is none.
+    """A packed copy of a model with its active adapters, for a call of `steps` steps; None where it would not pay.
 
     own: see `packed_dtype`.
     """
@@ -251,7 +251,7 @@ def exclude(model: PreTrainedModel) -> None:
 
 
 def packed_dtype(model: PreTrainedModel, steps: int, own: torch.dtype) -> torch.dtype | None:
-    """The dtype of the copy for a call of so many steps; None where the model itself is called.
+    """The dtype of the copy for a call of `steps` steps; None where the model itself is called.
 
     own: the dtype of the model's hidden states without autocast.
     """
@@ -264,7 +264,7 @@ def packed_dtype(model: PreTrainedModel, steps: int, own: torch.dtype) -> torch.
 
 
 def is_known(model: PreTrainedModel) -> bool:
-    """Whether the decoder computes what a model does: its architecture, without changed layers or windows."""
+    """Whether the decoder computes the same as a model: its architecture, without changed layers or windows."""
     name = type(model).__name__.removesuffix("ForCausalLM")
     if name not in ARCHITECTURES or not type(model).__module__.startswith("transformers."):
         return False

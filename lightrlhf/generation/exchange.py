@@ -2,7 +2,7 @@
 
 A version's folder appears complete or not at all, and its name is never reused. The newest two are kept, since a server
 may still read the previous one. The exchange folder is named by the trainer's process and removed when the trainer
-ends; what a killed trainer left is removed by the next one that starts on the same machine.
+ends; the files of a killed trainer are removed by the next one that starts on the same machine.
 
 Left out: transfer without files, and cleaning up on machines other than the trainer's.
 """
@@ -44,7 +44,7 @@ def choose_root(size: int) -> Path:
 
 
 class Exchange:
-    """The folder of one trainer below `root`; versions of it begin with a token of its own.
+    """The folder of one trainer below `root`; versions of it begin with its own token.
 
     Raises: UsageError when it cannot be written.
     """
@@ -105,7 +105,7 @@ class Exchange:
             if folder.is_symlink() or not folder.is_dir():
                 continue
             with suppress(UsageError):
-                lock = Lock(folder / LOCK, str(folder))  # a lock of its own, which this process does not have either
+                lock = Lock(folder / LOCK, str(folder))  # its own lock, which this process does not have either
                 if lock.handle is not None:  # where there are no locks nothing says whether the trainer lives
                     _remove(folder, lock, os.getpid())
 
@@ -120,7 +120,7 @@ def _remove(folder: Path, lock: Lock, owner: int) -> None:
     if os.getpid() == owner:  # not a forked child
         with suppress(OSError):
             for path in folder.iterdir():
-                if path.name != LOCK:  # which goes last, so that what a kill leaves here is known to be nobody's
+                if path.name != LOCK:  # which goes last: what is left after a kill is known to be unused
                     shutil.rmtree(path, ignore_errors=True)
         lock.release()
         shutil.rmtree(folder, ignore_errors=True)

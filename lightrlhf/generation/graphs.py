@@ -9,9 +9,9 @@ shapes are rounded up to buckets: slots to powers of two, columns to two sizes f
 A step attends to the first columns of the slab, a bucket of them; the mask hides those that no row uses. Columns before
 the first busy row are dropped where a smaller bucket then suffices. Noise comes from outside, as for all slots.
 
-The first step of a shape runs eagerly and so allocates what a capture may not, the second is captured, the others are
-replayed. Graphs last for one call: under autocast they read casts of weights that do not outlive it. The engine's trial
-of an architecture compares a replayed step with the model's own log-probabilities, too.
+The first step of a shape runs eagerly and allocates memory, which a capture may not; the second is captured, the
+others are replayed. Graphs last for one call: under autocast they read casts of weights that do not outlive it. The
+engine's trial of an architecture compares a replayed step with the model's own log-probabilities, too.
 
 The steps are tested on the CPU, where they run as they are. Their capture has never been run: it needs a GPU.
 
@@ -123,7 +123,7 @@ class BucketedSlots(Slots):
         self.column.fill_(self.layers[0].end)
 
     def _compute(self) -> None:
-        """What a step does on the device: no shape, address or argument but its bucket's."""
+        """The work of a step on the device: no shape, address or argument but its bucket's."""
         self.mask.index_fill_(1, self.column, True)
         self._decode(self.mask[:, : self.layers[0].columns])
         self.column += 1

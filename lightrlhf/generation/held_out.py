@@ -38,7 +38,7 @@ class GreedyArgs(SamplingArgs):
 
 
 class HeldOut:
-    """The first distinct prompts, `--log_rollouts` of them, and what it takes to answer them.
+    """The first distinct prompts, `--log_rollouts` of them, and the means to answer them.
 
     rows: with `prompt_len` and the tokens in `input_ids` or `chosen_input_ids`. Those without a prompt, as documents
     are, or with too little room after it are left out; all are, with a note, where the generation engine does not

@@ -121,7 +121,7 @@ class Servers:
                     waiting.append(self.http.start(self._ask(number, request)))
                 yield reply
         finally:
-            for future in waiting:  # replies that are no longer needed
+            for future in waiting:  # of replies that are not needed any more
                 future.cancel()
 
     async def _ask(self, number: int, request: dict[str, Any]) -> Reply:

@@ -79,7 +79,7 @@ def make_rollout(
     temperature: float,
     num_slots: int,
 ) -> Rollout:
-    """The rollout of a batch of the prompt rows, each a group of its own, scored under the reference."""
+    """The rollout of a batch of the prompt rows, each its own group, scored under the reference."""
     ref_logprobs = torch.full_like(batch.logprobs, math.nan)
     if reference is not None:
         ref_logprobs = score_logprobs(reference, batch, temperature, num_slots)

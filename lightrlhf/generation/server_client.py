@@ -1,6 +1,6 @@
-"""HTTP client of servers of models, in a thread of its own: one deadline for a whole reply, and a largest size.
+"""HTTP client of servers of models, in a separate thread: one deadline for a whole reply, and a largest size.
 
-Each request has a connection of its own, so that no surplus answer can pass for the next one; that costs
+Each request has its own connection, so that no surplus answer can pass for the next one; that costs
 0.2 to 0.4 ms a request to a server on the same machine. Its deadline runs from connecting to the last byte. Its id
 holds a hash of its body: a reply that repeats the id of another request is invalid. The key is read from OPENAI_API_KEY
 and never written.
@@ -250,7 +250,7 @@ async def retry(
     return await tenacity.AsyncRetrying(stop=stop, wait=seconds, retry=passes, reraise=True)(work)
 
 
-# ------------------------------------------------------------------------------------------------ what a server said
+# ----------------------------------------------------------------------------------------------- errors of a server
 def reason_of(response: httpx2.Response) -> str:
     """A server's reason for a refusal, in one line."""
     try:

@@ -87,7 +87,7 @@ class RolloutServers:
     ) -> Future[Completions]:
         """Sample one response to each prompt; equal prompts that are adjacent are read once.
 
-        uniforms: (B, max_new_tokens); our own server samples with them, others draw numbers of their own; allowed: the
+        uniforms: (B, max_new_tokens); our own server samples with them, others draw their own numbers; allowed: the
         only tokens that may be sampled, for each prompt, log-probabilities are then over them.
         The future raises: ServersGone when no server is left for long, RunFailure for what no server
         would answer.

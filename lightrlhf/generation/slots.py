@@ -1,7 +1,7 @@
 """Slots of the generation engine: rows that are decoded together over one preallocated KV cache.
 
 All slots share a column index of the KV cache: a prompt is right-aligned at the current column, so positions follow
-from the mask, and no row needs a cache of its own. A step attends to the columns from the first one of any busy row.
+from the mask, and no row needs a separate cache. A step attends to the columns from the first one of any busy row.
 Prompts are prefilled in batches, each distinct one once for all its samples and from a cached prefix if there is one;
 their keys and values wait until slots become idle. Packed decoding keeps its own kind of cache (`cpu`), and
 computes prompts without cached prefixes itself.

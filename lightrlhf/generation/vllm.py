@@ -294,7 +294,7 @@ def response_of(choice: dict[str, Any], args: SamplingArgs, ends: Collection[int
     if not isinstance(logprobs, list) or len(logprobs) != len(ids):
         raise InvalidResponse("a response without one log-probability for each token")
     if not all(type(x) in (int, float) and -1e9 < x <= 1e-3 for x in logprobs):  # NaN and infinite ones neither
-        raise InvalidResponse("log-probabilities that are no numbers of at most 0")
+        raise InvalidResponse("log-probabilities that are not numbers of at most 0")
     if end == "length" and len(ids) == args.max_new_tokens:
         return Response(ids, [float(x) for x in logprobs], ids[-1] not in ends)
     if end == "stop" and (ids[-1] in ends or args.stop_strings):

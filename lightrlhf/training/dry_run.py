@@ -102,7 +102,7 @@ class DryRun:
     # ----------------------------------------------------------------------------------------------------- the text
     def report(self, args: TrainArgs, seconds: Mapping[str, float], memory: float) -> str:
         """The first example of each learner, and what the run would take; memory: GiB; seconds: of the last phases."""
-        pairs = not isinstance(args, GroupsArgs)  # where a prompt has several, its texts are no pair
+        pairs = not isinstance(args, GroupsArgs)  # where a prompt has several, its texts are not a pair
         shown = [LEGEND, *(texts_of_sample(self.sample, self.tokenizer) if self.sample else [])]
         for name, fed in self.fed.items():
             shown += texts_of(name, fed, self.tokenizer, pairs)

@@ -64,7 +64,7 @@ class Iteration(Generic[Args]):
 class Stage(Generic[Args]):
     """A stage of an iteration.
 
-    path: what it leaves in the iteration's folder; work: does what is left of it; samples: the first so many samples as
+    path: its result in the iteration's folder; work: does what is left of it; samples: the first so many samples as
     rows of `rollouts.jsonl`, after the stage that scores them.
     """
 

@@ -159,7 +159,7 @@ def initial_policy(args: IteratedArgs) -> str:
 def as_given(args: IteratedArgs, initial: str) -> str:
     """The initial policy as cards name it: its GGUF file, if that still means the same weights, else its folder."""
     name, flag = starting_model(args)
-    with suppress(UsageError):  # the file is gone; what it was converted into may be there
+    with suppress(UsageError):  # the file is gone; its converted folder may be there
         return name if is_gguf(name) and resolve(name, flag) == initial else initial
     return initial
 

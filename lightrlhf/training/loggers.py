@@ -66,7 +66,7 @@ class CSVLogger:
 class TensorBoardLogger:
     """Scalars, texts and hyper-parameters in an event file in `logs`.
 
-    Hyper-parameters are what `SummaryWriter.add_hparams` writes, less the list of metrics and the folder of its own:
+    Hyper-parameters are what `SummaryWriter.add_hparams` writes, less the list of metrics and the separate folder:
     without that list TensorBoard's table has every scalar of all runs, with its last value. Steps that a resumed run
     repeats are marked to be dropped by readers.
     """

@@ -19,7 +19,7 @@ MOST_SKIPPED = 20  # steps in a row; from 65,536 the scale is then below 0.1
 
 
 def scaled_precision(device: str) -> Any:
-    """Fabric's precision 16-mixed, whose optimisers step without scaler: `LossScale` does what it would."""
+    """Fabric's precision 16-mixed, whose optimisers step without scaler: `LossScale` takes its place."""
     from lightning.fabric.plugins import MixedPrecision, Precision
 
     class ScaledPrecision(MixedPrecision):

@@ -1,4 +1,4 @@
-"""Memory of training: bytes of a parameter, what fits, what a process used, and which flags lower a phase's memory.
+"""Memory of training: bytes of a parameter, largest models, peak of a process, flags that lower a phase's memory.
 
 `lightrlhf.estimate`, `lightrlhf.doctor`, `--dry_run` and the error of a run out of memory count by these numbers.
 """

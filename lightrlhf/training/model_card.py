@@ -85,7 +85,7 @@ def model_card(
 
 
 def lineage(args: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """(name, line of a card) of what a run with these flags goes back to: a pretrained model, then runs, in order.
+    """(name, line of a card) of the ancestors of a run with these flags: a pretrained model, then runs, in order.
 
     Empty where it starts from nothing. A run that is gone by now, or whose arguments were changed, is the first.
     """

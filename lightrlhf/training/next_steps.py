@@ -12,7 +12,7 @@ from typing import Any
 
 from lightrlhf.storage.run_dir import locate, read_arg
 
-WIDTH = 18  # of what a command does
+WIDTH = 18  # of the description of a command
 
 
 def print_next(program: str, directory: Path) -> None:

@@ -22,7 +22,7 @@ from lightrlhf.training.ranks import Item, Ranks
 
 
 class Order:
-    """The order of a run's rows. began: what a resumed run must have in common with its beginning; data_dirs: of the
+    """The order of a run's rows. began: the values that a resumed run must share with its beginning; data_dirs: of the
     sets, for errors."""
 
     def __init__(self, args: TrainArgs, ranks: Ranks, began: Beginning, data_dirs: Sequence[str]) -> None:

@@ -1,6 +1,6 @@
 """Phases of a run's steps: timed, named in errors, and where a signal or the loss of all servers ends the run.
 
-Left out: which signals there are and what a handler does (`signals.py`).
+Left out: the signals and their handlers (`signals.py`).
 """
 
 from __future__ import annotations

@@ -168,7 +168,7 @@ def blocks(run: Run[Any], num_steps: int, of_dry_run: bool = False) -> list[rang
 def parts_to_score(run: Run[Any], num_rows: int, num_validation: int, num_steps: int) -> list[list[int]]:
     """Indices of the rows that the steps, the check before them and evaluations read, validation last.
 
-    In a dry run only rows of its own steps.
+    In a dry run only the rows of its steps.
     """
     if not run.dry:
         return _parts(run, num_rows, num_validation, num_steps, False)

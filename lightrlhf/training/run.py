@@ -1,4 +1,4 @@
-"""Run: what a training loop needs besides its algorithm, of which each part has a file of its own.
+"""Run: the parts of a training loop besides its algorithm, each from its own file.
 
 Processes (`ranks.py`), the order of the data (`order.py`), optimisers (`learners.py`), metrics (`metric_log.py`), files
 and checkpoints (`run_files.py`), times, errors and signals (`phases.py`). A run is bitwise reproducible on a CPU at the
@@ -179,7 +179,7 @@ class Run(Generic[AnyArgs]):
     def finish(self) -> Path:
         """Close the logs, print the run's table and its experiment dir; its model card gets the last evaluation.
 
-        A dry run prints what it has seen, and returns where the run would be, a folder that it did not make.
+        A dry run prints its report, and returns the folder that the run would have, which it did not make.
         """
         memory, signals = max(self.ranks.gather(peak_memory(self.device))), self.phases.signals
         is_stopped = bool(self.ranks.max(bool(signals.received)))

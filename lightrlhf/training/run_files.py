@@ -114,7 +114,7 @@ class RunFiles:
             note(f"note: {checkpoint} is damaged ({problem}); going on from step {state['step']} before it")
         data_dir = before.get("data_dir")
         if None not in (data_dir, self.data_dir) and data_dir != self.data_dir:
-            note(f"note: this run began on {data_dir} and goes on with {' + '.join(self.data_dirs)}")
+            note(f"note: this run began on {data_dir} and continues with {' + '.join(self.data_dirs)}")
         for what, now in (("threads", torch.get_num_threads()), ("world_size", self.ranks.num_processes)):
             if state[what] != now:
                 note(f"note: {what} was {state[what]} and is {now}: results will differ in the last bits")
@@ -131,7 +131,7 @@ class RunFiles:
 
     # ---------------------------------------------------------------------------------------------------- opening
     def open(self, began: Beginning, best: Best, step: int) -> None:
-        """Create the experiment dir, or drop what a resumed run writes again after this step. Not in a dry run."""
+        """Create the experiment dir, or drop the rows after this step, to be written again. Not in a dry run."""
         is_resumed = self.args.resume_from is not None
         if self.ranks.is_first:
             if is_resumed:
@@ -165,7 +165,7 @@ class RunFiles:
             link_best(self.directory, best.step)  # a kill may have come before it
             if lost := drop_lost_best(self.directory):
                 self.ranks.print0(
-                    f"note: the best checkpoint, {lost}, was deleted; there is none until a better one is saved"
+                    f"note: the best checkpoint, {lost}, was deleted; a better one takes its place when it is saved"
                 )
 
     def describe(self) -> dict[str, Any]:
@@ -232,7 +232,7 @@ class Checkpoints:
         state: Callable[[], dict[str, Any]] = dict,
         files: Callable[[], dict[str, str]] = dict,
     ) -> None:
-        """Declare before the loop what a checkpoint holds, since a timer or a signal may cause a save.
+        """Declare before the loop the content of a checkpoint, since a timer or a signal may cause a save.
 
         state: returns the loop's own state as plain values that later steps do not change; files: further text files by
         name.
@@ -255,7 +255,7 @@ class Checkpoints:
         self._begun = step_start(self.progress.step, self.ranks.device, self.state())
 
     def start(self) -> StepStart:
-        """The state to save: the start of the step under way, of which no weight has changed, or the present one."""
+        """The state to save: the start of the current step, in which no weight has changed yet, or the present one."""
         if self._begun and self._begun.step == self.progress.step:
             return self._begun
         return step_start(self.progress.step, self.ranks.device, self.state())

@@ -33,7 +33,7 @@ class Terminated(SystemExit):
 class StopSignals:
     """The handlers of both signals, until `close`; signals that the process ignores or handles itself are left alone.
 
-    Only the main thread can install handlers; elsewhere nothing is changed. line: what a handler prints when it raises
+    Only the main thread can install handlers; elsewhere nothing is changed. line: printed by a handler when it raises
     outside of all phases; interrupts: whether a handler may raise at all.
     """
 

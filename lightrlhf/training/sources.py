@@ -6,7 +6,7 @@ that loading may read, also of an adapter's base; of prepared data the tokenizer
 a function the file that defines it; of a hub repository the commit in the cache. A model may have moved.
 
 For a file of more than 64 MiB the size and 256 evenly spaced pieces of 64 KiB are hashed. Training changes every
-tensor, but a manual edit of a few numbers can lie between the pieces. Left out: what a function's file imports,
+tensor, but a manual edit of a few numbers can lie between the pieces. Left out: imports of a function's file,
 functions of this library and of scripts, models behind servers, and what is measured but not trained on
 (`--audit_function`, the validation split).
 """

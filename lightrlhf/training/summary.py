@@ -1,4 +1,4 @@
-"""What a run shows of itself: a banner when it begins, a table when it ends. Printed by the first rank alone.
+"""The output of a run: a banner when it begins, a table when it ends. Printed by the first rank alone.
 
 Left out: shares of the peak by kind of tensor (see `lightrlhf.estimate`), and tables while a run is in progress (the
 bar has the newest values, `lightrlhf.plot` the curves).

@@ -125,7 +125,7 @@ def test_a_run_is_not_resumed_on_data_of_another_tokenizer(program, cafe_data, t
     assert "prepared with a tokenizer other than that of" in line or "but token ids lie in [0, " in line
     same = shutil.copytree(cafe_data, tmp_path / "same")
     main_of(program)(["--resume_from", folder, "--data_dir", str(same), "--max_steps", "2"])
-    assert f"this run began on {cafe_data} and goes on with {same}" in capsys.readouterr().out
+    assert f"this run began on {cafe_data} and continues with {same}" in capsys.readouterr().out
 
 
 def test_lines_that_a_kill_cut_in_the_middle_are_dropped_on_resuming(sft_dir, tmp_path):
