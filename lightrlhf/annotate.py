@@ -13,7 +13,6 @@ several pairs per prompt, and keeping the rewards of several scorers apart.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import random
 import time
@@ -184,7 +183,7 @@ def settings_of(args: AnnotateArgs) -> Row:
     """Settings that determine the rewards, stored to detect files made with different ones."""
     names = ("rm_chat_template", "rollout_mini_batch_size")
     model = args.rm_experiment_dir and resolve(args.rm_experiment_dir, "--rm_experiment_dir")
-    content = hashlib.sha256(Path(args.responses_file).read_bytes()).hexdigest()
+    content = seals.sha256(Path(args.responses_file))
     settings = {"rm": model, "responses_sha256": content, "reward_function": args.reward_function}
     new = {name: value for name in ("reward_weights", "reward_timeout") if (value := getattr(args, name))}
     return settings | {name: getattr(args, name) for name in names} | new

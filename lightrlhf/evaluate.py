@@ -33,7 +33,6 @@ import torch
 from lightrlhf import evaluate_dialogues, evaluate_env
 from lightrlhf.cli.errors import UsageError, one_line_errors
 from lightrlhf.cli.fields import check_args, flag
-from lightrlhf.cli.groups import FrozenArgs
 from lightrlhf.cli.lists import paths
 from lightrlhf.cli.parser import parse, to_dict
 from lightrlhf.cli.paths import check_file
@@ -42,7 +41,7 @@ from lightrlhf.data.types import Tokenizer
 from lightrlhf.evaluation import answers, frame, harnesses, pairs, ranking, responses
 from lightrlhf.gguf.files import check_model_exists
 from lightrlhf.maths.preference import DIVERGENCES, REFERENCE_FREE
-from lightrlhf.models.loading import find_device, load_scalar
+from lightrlhf.models.loading import find_device
 from lightrlhf.models.names import holds_reward_model, resolve
 from lightrlhf.models.roles import Policy, vocabulary_size
 from lightrlhf.models.tokenizer import load_tokenizer
@@ -174,9 +173,7 @@ def evaluate_files(args: EvaluateArgs, device: torch.device) -> list[dict[str, A
         scored, records = (
             responses.score_records(rewards, samples, records) if rewards else (responses.mean_reward(records), records)
         )
-        passes, records = (
-            responses.pass_rates(records, args.pass_k, args.pass_threshold) if args.pass_k else ({}, records)
-        )
+        passes, records = responses.pass_rates(records, args.pass_k, args.pass_threshold)
         row |= scored | passes
         if rows:
             row |= responses.win_rates(records, baseline, "reward", args.seed)
@@ -237,9 +234,8 @@ def evaluate_policy(
     if args.has_rewards:
         scored, records = responses.score_records(make_rewards(args, device), samples, records)
         results |= scored
-    if args.pass_k:
-        passes, records = responses.pass_rates(records, args.pass_k, args.pass_threshold)
-        results |= passes
+    passes, records = responses.pass_rates(records, args.pass_k, args.pass_threshold)
+    results |= passes
     if judge := read_arg(data_dir, "judge"):
         records = answers.judge_records(judge, records)
         parts = [key for key in records[0]["gold"] if key != "score"]
@@ -252,10 +248,8 @@ def on_demonstrations(args: EvaluateArgs, policy: Policy, data_dir: str, tokeniz
     """Perplexity and ROUGE on the data's demonstrations; empty without any."""
     if not Path(data_dir, f"finetune_{args.split}.pt").is_file():
         return {}
-    rows, size = (
-        splits.load_split(data_dir, "finetune", args.split, args.verify)[: args.num_samples],
-        args.rollout_mini_batch_size,
-    )
+    rows = splits.load_split(data_dir, "finetune", args.split, args.verify)[: args.num_samples]
+    size = args.rollout_mini_batch_size
     splits.check_vocabulary(rows, vocabulary_size(policy), data_dir)
     results = {"perplexity": answers.perplexity(policy, rows, tokenizer.pad_token_id, size)}
     return results | (answers.rouge(args, policy, rows, tokenizer, args.seed, size) if args.rouge else {})
@@ -291,9 +285,7 @@ def evaluate_reward_model(
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Accuracy (ties half), loss and margin of a reward model on pairs, and one record per pair."""
     tokenizer = load_tokenizer(data_dir, name, verify=args.verify)
-    source = resolve(name, "--model_name")
-    model = load_scalar(source, FrozenArgs(), tokenizer, args.seed, "--model_name")
-    model = model.requires_grad_(False).eval().to(device)
+    model = frame.load_reward_model(args, name, tokenizer, device)
     rows = splits.load_split(data_dir, "preference", args.split, args.verify)[: args.num_samples]
     if getattr(model.model.config, "compares_pairs", False):
         rows = tokens.pair_rows(tokenizer, rows)

@@ -15,7 +15,6 @@ iterations.
 from __future__ import annotations
 
 import functools
-import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -42,6 +41,7 @@ from lightrlhf.models.tokenizer import store_tokenizer
 from lightrlhf.rewards import functions, loading, scorers
 from lightrlhf.storage import jsonl, run_dir, writing
 from lightrlhf.storage.jsonl import Row
+from lightrlhf.storage.seals import sha256
 from lightrlhf.training import iterated, iterated_dir, model_card, provenance
 from lightrlhf.training.iterated import Iterated, Iteration, Stage
 from lightrlhf.training.run import Metrics, OnStep
@@ -169,7 +169,7 @@ def generate_dialogues(it: Iteration[IterativeRefuelArgs], rows: Sequence[Dialog
 def rank(it: Iteration[IterativeRefuelArgs], reward: functions.RewardFunctions | None) -> None:
     """Write `rewards.jsonl`: the score of every prefix of both dialogues, `INVALID_REWARD` where it is missing."""
     rows = rows_of_stage(it.folder / "dialogues.jsonl", "generate")
-    content = hashlib.sha256((it.folder / "dialogues.jsonl").read_bytes()).hexdigest()
+    content = sha256(it.folder / "dialogues.jsonl")
     with jsonl.JsonlWriter(it.folder / "rewards.jsonl", {"dialogues_sha256": content}) as writer:
         if len(writer.rows) < len(rows):
             writer.extend(rows, CHUNK, functools.partial(score_pairs, load_scorer(it.args, reward)))

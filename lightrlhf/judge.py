@@ -44,6 +44,7 @@ from lightrlhf.rewards import encoding, functions, loading, scorers
 from lightrlhf.storage.destinations import check_output
 from lightrlhf.storage.jsonl import JsonlWriter, Row, to_json, write_jsonl
 from lightrlhf.storage.results import cell, new_figure, print_table, save_figure, try_first
+from lightrlhf.storage.seals import sha256
 from lightrlhf.storage.writing import write_text
 
 CHUNK = 32  # pairs scored between two writes
@@ -226,7 +227,7 @@ def sample_of(row: Row, where: str) -> encoding.Sample:
 def settings_of(args: JudgeArgs) -> Row:
     """Settings that determine the verdicts, with the files' hashes, stored to detect different ones."""
     names = ("judge", "judge_model", "task", "rm_experiment_dir", "max_new_tokens")
-    files = [hashlib.sha256(Path(name).read_bytes()).hexdigest() for name in args.responses_file]
+    files = [sha256(Path(name)) for name in args.responses_file]
     return {"responses": files, **{name: getattr(args, name) for name in names}, "seed": args.seed}
 
 

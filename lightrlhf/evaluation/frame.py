@@ -21,8 +21,9 @@ from lightrlhf.cli.parser import to_dict
 from lightrlhf.cli.paths import check_folder
 from lightrlhf.data.types import Tokenizer
 from lightrlhf.gguf.files import check_model_exists
-from lightrlhf.models.loading import find_device, load_policy
-from lightrlhf.models.roles import Policy
+from lightrlhf.models.loading import find_device, load_policy, load_scalar
+from lightrlhf.models.names import resolve
+from lightrlhf.models.roles import Policy, ScalarModel
 from lightrlhf.models.tokenizer import load_tokenizer
 from lightrlhf.storage.results import write_results
 from lightrlhf.storage.run_dir import data_dir_of, is_experiment_dir, pretrained_model
@@ -80,6 +81,12 @@ def first_rows(args: OwnArgs, size: int) -> OwnArgs:
 def load_frozen(name: str, tokenizer: Tokenizer, device: torch.device, flag: str = "--model_name") -> Policy:
     """A language model that is not trained. Raises: UsageError naming `flag`."""
     return load_policy(name, FrozenArgs(), tokenizer, flag).requires_grad_(False).eval().to(device)
+
+
+def load_reward_model(args: EvaluationArgs, name: str, tokenizer: Tokenizer, device: torch.device) -> ScalarModel:
+    """A reward model that is not trained. Raises: UsageError."""
+    model = load_scalar(resolve(name), FrozenArgs(), tokenizer, args.seed)
+    return model.requires_grad_(False).eval().to(device)
 
 
 def load_evaluated(

@@ -18,15 +18,13 @@ import torch
 
 from lightrlhf.cli.errors import UsageError, first_line
 from lightrlhf.cli.fields import flag
-from lightrlhf.cli.groups import FrozenArgs
 from lightrlhf.cli.paths import check_file
 from lightrlhf.data.splits import Row
 from lightrlhf.evaluation.benchmarks import write_answers
-from lightrlhf.evaluation.frame import PolicyEvaluationArgs
+from lightrlhf.evaluation.frame import PolicyEvaluationArgs, load_frozen, load_reward_model
 from lightrlhf.evaluation.reward_bench import rewardbench
 from lightrlhf.evaluation.subjects import Subject, Written
 from lightrlhf.evaluation.tasks import inspect, lm_eval
-from lightrlhf.models.loading import load_policy, load_scalar
 from lightrlhf.models.names import holds_reward_model, resolve
 from lightrlhf.models.tokenizer import load_tokenizer
 from lightrlhf.storage.destinations import check_output
@@ -101,9 +99,9 @@ def write_for(args: HarnessArgs, harness: str, data_dir: str, device: torch.devi
         check_kind(harness, name, holds_reward_model(source))
         tokenizer = load_tokenizer(data_dir, name, verify=args.verify)
         if harness == "rewardbench":
-            model: Any = load_scalar(source, FrozenArgs(), tokenizer, args.seed, "--model_name")
+            model: Any = load_reward_model(args, name, tokenizer, device)
         else:
-            model = load_policy(name, FrozenArgs(), tokenizer, "--model_name")
+            model = load_frozen(name, tokenizer, device)
         folder = harness_folder(args, name)
         with writing(folder):
             make_folder(folder)
@@ -111,7 +109,7 @@ def write_for(args: HarnessArgs, harness: str, data_dir: str, device: torch.devi
             args=args,
             name=name,
             source=str(Path(source).resolve()) if Path(source).is_dir() else source,
-            model=model.requires_grad_(False).eval().to(device),
+            model=model,
             tokenizer=tokenizer,
             data_dir=data_dir,
             folder=folder,

@@ -138,11 +138,13 @@ def mean_of(name: str, scores: Sequence[float | None]) -> dict[str, Any]:
     return ({name: sum(valid) / len(valid)} if valid else {}) | ({f"{name}_missing": missing} if missing else {})
 
 
-def pass_rates(records: Sequence[Record], ks: Sequence[int], threshold: float) -> tuple[dict[str, Any], list[Record]]:
-    """pass@k over the prompts with a 95% interval for each k, and the records with `passed`.
+def pass_rates(records: list[Record], ks: Sequence[int], threshold: float) -> tuple[dict[str, Any], list[Record]]:
+    """pass@k over the prompts with a 95% interval for each k, and the records with `passed`; unchanged without ks.
 
     Raises: UsageError when a prompt has fewer than k responses.
     """
+    if not ks:
+        return {}, records
     records = [{**r, "passed": r["reward"] is not None and r["reward"] >= threshold} for r in records]
     groups: dict[int, list[Record]] = {}
     for record in records:

@@ -155,7 +155,8 @@ class ServedPolicy:
 
     # -------------------------------------------------------------------------------------------------- sampling
     def _sample(self, request: Request, allowed: list[list[int]] | None) -> tuple[Completions, int]:
-        return self.servers.sample(request.prompts, self.args, self.ends, request.noise, allowed), self.step
+        future = self.servers.start(request.prompts, self.args, self.ends, request.noise, allowed)
+        return future.result(), self.step
 
     def _sample_ahead(self, request: Request) -> None:
         future = self.servers.start(request.prompts, self.args, self.ends, request.noise)

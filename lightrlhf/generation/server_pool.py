@@ -94,17 +94,6 @@ class RolloutServers:
         """
         return self.http.start(self._sample(list(prompts), args, {*ends, *args.eos_ids}, uniforms, allowed))
 
-    def sample(
-        self,
-        prompts: Sequence[list[int]],
-        args: SamplingArgs,
-        ends: Sequence[int],
-        uniforms: Tensor,
-        allowed: Sequence[list[int]] | None = None,
-    ) -> Completions:
-        """As `start`, waiting for the responses."""
-        return self.start(prompts, args, ends, uniforms, allowed).result()
-
     def sleep(self, asleep: bool) -> None:
         """Have all servers free the accelerator's memory, or take it again."""
         self.http.start(self._sleep(asleep)).result()

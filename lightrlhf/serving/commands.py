@@ -93,27 +93,19 @@ def has_package(python: str, package: str) -> bool:
     return done.returncode == 0
 
 
-def needs_copy(launch: Launch) -> str | None:
-    """Why vLLM gets a copy of the model and not the model itself; None if it does not."""
-    if (Path(launch.model) / ADAPTER_CONFIG).is_file():
-        return "its adapter is merged into its base"
-    return None
-
-
 def start(launch: Launch, key: str) -> None:
-    """Become vLLM's process; where it needs a copy of the model, run it as a child until it ends.
+    """Become vLLM's process; of an adapter serve a merged copy by a child process until it ends.
 
     Raises: RunFailure when vLLM cannot be started, or the child fails.
     """
     environment = {**os.environ, **launch.variables(), "VLLM_API_KEY": key}
-    reason = needs_copy(launch)
-    if reason is None:
+    if not (Path(launch.model) / ADAPTER_CONFIG).is_file():
         print(launch.as_line(), flush=True)
         try:
             os.execvpe(launch.python, launch.command(), environment)
         except OSError as problem:
             raise RunFailure(f"{launch.python} cannot be run: {problem.strerror}") from None
-    print(f"a copy of {launch.model} is served: {reason}", flush=True)
+    print(f"a copy of {launch.model} is served: its adapter is merged into its base", flush=True)
     with standalone_copy(launch.model) as copied:
         print(launch.as_line(copied), flush=True)
         status = run_child(launch.command(copied), environment)

@@ -21,14 +21,13 @@ from typing import Any
 from lightrlhf.cli.errors import UsageError, first_line
 from lightrlhf.cli.latest import LATEST, why_missing
 from lightrlhf.storage.checkpoint import checkpoints, follow_best, is_sealed, set_aside, step_of
-from lightrlhf.storage.destinations import check_destination, check_output
+from lightrlhf.storage.destinations import MODEL, check_destination, check_output
 from lightrlhf.storage.locks import LOCK
 from lightrlhf.storage.seals import MANIFEST, accepting, check_sealed
 from lightrlhf.storage.temporary import is_temporary, temporary_path
 from lightrlhf.storage.writing import make_folder, rename, sync_folder, writing
 
 MOST_FOLDERS = 1000  # in which runs are looked for
-MODEL_FILES = ("config.json", "adapter_config.json")
 ITERATION = re.compile(r"iteration-([0-9]+)")
 # files that a run writes before its first checkpoint
 BEGINNING = {"args.json", "base", "logs", "metrics.jsonl", "rollouts.jsonl", "samples.jsonl", "trajectories", "wandb"}
@@ -95,7 +94,7 @@ def is_experiment_dir(directory: str) -> bool:
 def why_no_model(folder: Path) -> str | None:
     """Why a folder is neither a model nor an experiment dir, and what to give instead; None if it may be one."""
     has_args = (folder / "args.json").is_file()
-    if any((folder / name).is_file() for name in MODEL_FILES) or (is_sealed(folder) and not has_args):
+    if any((folder / name).is_file() for name in MODEL) or (is_sealed(folder) and not has_args):
         return None
     if any(folder.glob("*_train.pt")):
         return "holds prepared data, which --data_dir takes; give an experiment dir or a model folder here"

@@ -44,7 +44,7 @@ class Client:
 
     def sample(self, prompts: list[list[int]] = PROMPTS) -> list[list[int]]:
         """The responses; their log-probabilities must be the fake ones."""
-        found = self.servers.sample(prompts, self.args, [END], torch.rand(len(prompts), TOKENS))
+        found = self.servers.start(prompts, self.args, [END], torch.rand(len(prompts), TOKENS)).result()
         assert found.logprobs == [[-token / 8 for token in ids] for ids in found.responses]
         return found.responses
 

@@ -141,11 +141,11 @@ def test_flags_that_cannot_be_meant_are_one_line(given, message, runs, tmp_path,
 def test_a_sleeping_server_is_woken_before_it_is_asked(runs, url, tmp_path, monkeypatch):
     """Also where no weights are loaded, as for the rollout after an evaluation; and at the end."""
     told: list[str] = []
-    sleep, sample = RolloutServers.sleep, RolloutServers.sample
+    sleep, start = RolloutServers.sleep, RolloutServers.start
     monkeypatch.setattr(
         RolloutServers, "sleep", lambda s, asleep: told.append("sleep" if asleep else "wake") or sleep(s, asleep)
     )
-    monkeypatch.setattr(RolloutServers, "sample", lambda *words: told.append("sample") or sample(*words))
+    monkeypatch.setattr(RolloutServers, "start", lambda *words: told.append("sample") or start(*words))
     monkeypatch.setenv("LIGHTRLHF_SERVER_SLEEP", "1")
     run(runs, "ppo", tmp_path, "--rollout_server", url)
     assert told.count("sample") == 8
