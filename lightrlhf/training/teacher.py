@@ -25,7 +25,7 @@ from lightrlhf.models.given import as_policy
 from lightrlhf.models.loading import load_policy
 from lightrlhf.models.names import base_name, resolve
 from lightrlhf.models.roles import Policy, policy_inputs
-from lightrlhf.models.sharding import unsharded
+from lightrlhf.models.sharding import gather_shards
 from lightrlhf.models.tokenizer import check_stored_ids
 from lightrlhf.training.run import Run
 
@@ -134,7 +134,7 @@ def action_values(run: Run[Any], model: nn.Module, teacher: nn.Module, batch: Ba
     seen = seen_by_teacher(run.args, batch)
     module, expert = (cast(Policy, getattr(one, "module", one)) for one in (model, teacher))
     out = torch.zeros(*batch.action_mask.shape, len(VALUES), device=run.device)
-    with inference(module), run.autocast(), unsharded(module):
+    with inference(module), run.autocast(), gather_shards(module):
         for rows in inference_batches(batch.attention_mask.sum(1), run.args.rollout_mini_batch_size):
             part = batch.extend(DistillBatch, logprobs=None).select(rows)
             function = compare(expert, part, seen.select(rows), run.args.beta)
