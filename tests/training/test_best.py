@@ -73,16 +73,8 @@ def test_the_next_stage_and_the_tools_take_it(whole, cafe_data, tmp_path):
 def test_a_damaged_best_is_refused_by_its_name(whole, tmp_path, capsys):
     folder = shutil.copytree(whole, tmp_path / "copy", symlinks=True)
     (final_checkpoint(folder) / "config.json").write_text("{}")
-    assert f"{final_checkpoint(folder)} is damaged" in refused(
-        capsys,
-        sft.main,
-        "--data_dir",
-        str(data_dir_of(str(folder))),
-        "--model_name",
-        folder / "best",
-        "--max_steps",
-        "1",
-    )
+    flags = ["--data_dir", data_dir_of(str(folder)), "--model_name", folder / "best", "--max_steps", "1"]
+    assert f"{final_checkpoint(folder)} is damaged" in refused(capsys, sft.main, *flags)
 
 
 @pytest.mark.slow
