@@ -235,6 +235,7 @@ def test_long_runs_drop_old_columns_and_stay_correct(architecture, monkeypatch):
         assert len(moves) > 1 and min(moves) > 0
 
 
+@pytest.mark.slow
 @settings(max_examples=30)
 @given(st.lists(st.integers(1, 15), min_size=1, max_size=20), st.integers(1, 12), st.integers(1, 9), st.integers(1, 30))
 def test_for_any_prompts_and_slots_each_answer_is_that_of_its_prompt_alone(lengths, longest, num_slots, spare):

@@ -65,6 +65,7 @@ def test_a_resumed_run_uses_no_name_again(policy, tmp_path):
     assert one.folder != other.folder and one.version != other.version
 
 
+@pytest.mark.slow
 def test_a_killed_trainer_leaves_nothing_after_the_next_start(tmp_path):
     left = killed_in(tmp_path)
     assert (left / "version-1").is_dir()
@@ -72,6 +73,7 @@ def test_a_killed_trainer_leaves_nothing_after_the_next_start(tmp_path):
     assert list(tmp_path.iterdir()) == [made.folder]
 
 
+@pytest.mark.slow
 def test_living_trainers_keep_their_folders(policy, tmp_path):
     """One of this process, and one of another process."""
     mine = Exchange(tmp_path)

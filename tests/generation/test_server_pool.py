@@ -239,6 +239,7 @@ ABOUT = ("/version", "/v1/models", "/server_info", "/weight_info", "/is_paused",
 ABOUT += ("/reset_prefix_cache",)
 
 
+@pytest.mark.slow
 def test_odd_answers_of_every_route_are_one_line_or_harmless(tmp_path, monkeypatch):
     monkeypatch.setattr(vllm, "RESETS", 2)
     for route in ABOUT:

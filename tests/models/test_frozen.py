@@ -229,6 +229,7 @@ def test_a_base_that_is_rounded_is_noted(bases, tokenizer, capsys):
     assert "rounds" not in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_reference_is_held_like_the_policy(cafe_data, base_model, tmp_path):
     """DPO from a base, with that base as `--ref_model`: no margin at the first step, as without the flag."""
     flags = ["--data_dir", str(cafe_data), "--log_dir", str(tmp_path), *LORA, "--base_dtype=bfloat16"]

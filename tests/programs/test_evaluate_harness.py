@@ -108,6 +108,7 @@ def test_the_scores_of_lm_eval_subtract_the_white_space(tmp_path, chat):
     assert scores["exact_match"]({"answer": "72"}, ["72 clips"]) == {"exact_match": 0.0}
 
 
+@pytest.mark.slow
 def test_an_experiment_gets_its_files_beside_its_results(sft_dir, tmp_path, capsys):
     run = shutil.copytree(sft_dir, tmp_path / "sft")
     (row,) = evaluate.main(["--experiment_dir", str(run), "--harness", "lm_eval", "--accelerator", "cpu"])
