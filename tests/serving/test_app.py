@@ -66,6 +66,14 @@ def client(engine):
         yield client
 
 
+@pytest.fixture(scope="module")
+def refusing(folder, tokenizer):
+    """A client for requests that are refused, all by one server."""
+    engine = Engine(load_policy(str(folder), ModelArgs(), tokenizer).eval(), tokenizer, "model", str(folder), 2)
+    with TestClient(App(engine, KEY).asgi, headers={"Authorization": f"Bearer {KEY}"}) as client:
+        yield client
+
+
 def ask(client, body: dict, path: str = TEXT) -> dict:
     answer = client.post(path, json=body)
     assert answer.status_code == 200, answer.text
@@ -327,13 +335,13 @@ def check_refusal(answer, status: int, words: str) -> None:
 
 
 @pytest.mark.parametrize("wrong, words", REFUSED, ids=[words[:40] for _, words in REFUSED])
-def test_a_wrong_field_is_a_400_with_one_line(client, wrong, words):
-    check_refusal(client.post(TEXT, content=json.dumps({**GOOD, **wrong})), 400, words)
+def test_a_wrong_field_is_a_400_with_one_line(refusing, wrong, words):
+    check_refusal(refusing.post(TEXT, content=json.dumps({**GOOD, **wrong})), 400, words)
 
 
 @pytest.mark.parametrize("body, words", REFUSED_CHAT, ids=[words[:40] for _, words in REFUSED_CHAT])
-def test_wrong_messages_are_a_400_with_one_line(client, body, words):
-    check_refusal(client.post(CHAT, json={"max_tokens": 2, **body}), 400, words)
+def test_wrong_messages_are_a_400_with_one_line(refusing, body, words):
+    check_refusal(refusing.post(CHAT, json={"max_tokens": 2, **body}), 400, words)
 
 
 @pytest.mark.parametrize(
@@ -351,10 +359,10 @@ def test_wrong_messages_are_a_400_with_one_line(client, body, words):
     ],
 )
 @pytest.mark.parametrize("path", [TEXT, "/update_weight_version", "/v1/load_lora_adapter"])
-def test_a_body_that_is_no_json_object_is_a_400_with_one_line(client, path, content, words):
+def test_a_body_that_is_no_json_object_is_a_400_with_one_line(refusing, path, content, words):
     if path != TEXT and b'{"' in content:
         words = words if "JSON" in words else "must be given, a text"
-    check_refusal(client.post(path, content=content), 400, words)
+    check_refusal(refusing.post(path, content=content), 400, words)
 
 
 def test_too_large_a_body_is_refused(client, monkeypatch):
