@@ -118,13 +118,12 @@ class Bench:
 
     def subset(self, scale: Scale, prompts: int) -> Path:
         """The same data with fewer prompts."""
-        import torch
+        from lightrlhf.data.splits import load_split, save_split
 
         folder = self.folder / "data" / f"{scale.size}-{prompts}"
         if not folder.is_dir():
             shutil.copytree(self.data(scale), folder)
-            rows = torch.load(folder / "prompts_train.pt", weights_only=True)
-            torch.save(rows[:prompts], folder / "prompts_train.pt")
+            save_split(folder, "prompts", "train", load_split(folder, "prompts", "train")[:prompts])
         return folder
 
     def long_prompts(self, scale: Scale, ratio: int) -> Path:

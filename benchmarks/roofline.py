@@ -20,6 +20,7 @@ from benchmarks.inputs import SIZES, DataSize, write_data, write_models
 from lightrlhf.cli.errors import one_line_errors
 from lightrlhf.cli.fields import Args, at_least
 from lightrlhf.cli.parser import parse
+from lightrlhf.data.splits import load_split
 from lightrlhf.training.roofline import (
     Ceilings,
     Shape,
@@ -95,12 +96,12 @@ def shape_of(folder: str | Path, scalar: bool = False) -> Shape:
 
 
 def prompt_lengths(data: Path) -> list[int]:
-    return [row["prompt_len"] for row in torch.load(data / "prompts_train.pt", weights_only=True)]
+    return [row["prompt_len"] for row in load_split(data, "prompts", "train")]
 
 
 def text_lengths(data: Path, stage: str) -> tuple[list[int], list[int], list[int]]:
     """Tokens of each text (both sides of a pair), of its response, and of the common prefixes of pairs."""
-    rows = torch.load(data / f"{stage}_train.pt", weights_only=True)
+    rows = load_split(data, stage, "train")
     keys = ("input_ids",) if stage == "finetune" else ("chosen_input_ids", "rejected_input_ids")
     lengths = [len(row[key]) for row in rows for key in keys]
     return lengths, [len(row[key]) - row["prompt_len"] for row in rows for key in keys], shared_lengths(rows)

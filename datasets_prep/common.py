@@ -15,8 +15,8 @@ an assistant message of `weight` 0 carries no loss. A row may also have `tools`,
 `source` (its file and line, for error messages), `read_as` (the format it had) and `notes`, both for the report, and
 `no_pair` (why its two answers are no pair, which leaves its prompt and the chosen one to the other stages).
 
-Ids are int32 tensors, all views of one storage per file: 160,000 rows save and load in seconds and take four bytes a
-token. Left out: streaming of datasets that do not fit in memory, and packing (the trainers do it).
+A file holds flat tensors that programs map (`lightrlhf/data/flat.py`), four bytes a token. Left out: streaming of
+datasets that do not fit in memory, and packing (the trainers do it).
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ from lightrlhf.cli.groups import DryRunArgs
 from lightrlhf.cli.hub import check_repository, is_gguf
 from lightrlhf.cli.parser import parse, to_dict
 from lightrlhf.data.chat import declare_ends
+from lightrlhf.data.packing import write_rows
 from lightrlhf.data.rendering import Unrendered, render_shown
 from lightrlhf.data.splits import SPLITS
 from lightrlhf.data.tokens import adds_bos, check_end_token, encode_prompt
@@ -321,7 +322,7 @@ def prepare(
     with replacing(destination, STAGES if args.stage == "all" else [args.stage]) as folder:
         for stage, splits in examples.items():
             for split, members in splits.items():
-                save_pickled(folder / f"{stage}_{split}.pt", table(stage, members, args.mask_prompt))
+                write_rows(folder / f"{stage}_{split}.pt", stage, table(stage, members, args.mask_prompt))
         tokenizer.save_pretrained(folder / "tokenizer")
         if isinstance(example_prompt, str) and wraps:
             example_prompt = [{"role": "user", "content": example_prompt}]

@@ -23,8 +23,8 @@ USE = """```bash
 hf download {repository} --repo-type dataset --local-dir data/{name}
 ```
 
-Then `--data_dir data/{name}` of a program of lightrlhf trains on them, with a model of this tokenizer. Each `.pt` file
-is a list of dicts that `torch.load(path, weights_only=True)` reads.
+Then `--data_dir data/{name}` of a program of lightrlhf trains on them, with a model of this tokenizer. In
+Python, `lightrlhf.data.splits.load_split("data/{name}", "finetune", "train")` is a sequence of dicts.
 """
 
 

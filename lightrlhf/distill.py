@@ -21,7 +21,7 @@ with another tokenizer or on a server; sampling at another temperature, which wo
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -35,6 +35,7 @@ from lightrlhf.cli.errors import UsageError, one_line_errors
 from lightrlhf.cli.fields import at_least, between, flag, positive
 from lightrlhf.cli.parser import parse
 from lightrlhf.data.batch import Batch, Rollout, finetune_batch
+from lightrlhf.data.flat import View
 from lightrlhf.data.rows import Given, load_splits
 from lightrlhf.data.splits import Row
 from lightrlhf.data.types import PreTrainedModel, Tokenizer
@@ -176,14 +177,14 @@ def load_student(given: PreTrainedModel | Policy | None, args: DistillArgs, toke
     return load_start(given, args, tokenizer, shares=args.strategy not in ("fsdp", "deepspeed"))
 
 
-def load_demonstrations(args: DistillArgs, tokenizer: Tokenizer) -> list[Row]:
+def load_demonstrations(args: DistillArgs, tokenizer: Tokenizer) -> Sequence[Row]:
     """Demonstrations for the steps that are not on the student's own responses; none where all are."""
     if args.student_share == 1:
         return []
-    return [row for rows in load_splits("finetune", args, None, tokenizer).sets for row in rows]
+    return View(load_splits("finetune", args, None, tokenizer).sets)
 
 
-def draw_demonstrations(run: Run[DistillArgs], rows: list[Row], step: int, pad_id: int) -> Batch:
+def draw_demonstrations(run: Run[DistillArgs], rows: Sequence[Row], step: int, pad_id: int) -> Batch:
     """This rank's demonstrations of a step, as many as responses would be."""
     args = run.args
     drawn = run.ranks.shard(run.order.global_batch(rows, step, args.rollout_size * args.num_generations))
@@ -262,7 +263,7 @@ def repetition(rollout: Rollout, length: int = 4) -> Tensor:
 
 @torch.no_grad()
 def evaluate(
-    run: Run[DistillArgs], sampler: RolloutSampler, model: nn.Module, teacher: nn.Module, rows: list[Row]
+    run: Run[DistillArgs], sampler: RolloutSampler, model: nn.Module, teacher: nn.Module, rows: Sequence[Row]
 ) -> Metrics:
     """KL and length of one response to each held-out prompt, with the same noise each time; keeps the first ones."""
     rollout = sampler.sample_held_out(rows)

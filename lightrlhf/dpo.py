@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -33,6 +34,7 @@ from lightrlhf.cli.fields import above, at_least, flag
 from lightrlhf.cli.groups import DataSetsArgs, EvalArgs, RolloutLogArgs, TensorParallelArgs
 from lightrlhf.cli.parser import parse
 from lightrlhf.data.batch import micro_batches, preference_batch
+from lightrlhf.data.flat import Rows, chained
 from lightrlhf.data.rows import Given, Splits, load_rows
 from lightrlhf.data.splits import Row
 from lightrlhf.data.types import Tokenizer
@@ -128,7 +130,7 @@ def train(
     pad_id = start.tokenizer.pad_token_id
     num_steps = run.order.num_steps(start.rows, args.mini_batch_size)
     reference = score_reference(run, start, num_steps)
-    scored = scoring.with_reference(start.rows + start.held_out, reference.logps)  # log pi_ref of both sides
+    scored = scoring.with_reference(chained([start.rows, start.held_out]), reference.logps)  # log pi_ref of both sides
     pairs, validation = scored[: len(start.rows)], scored[len(start.rows) :]
     model = run.setup("policy", start.policy, args.learning_rate, num_steps)
     if not run.resumed and args.ref_model is None and reference.logps is not None:  # the policy is the reference yet
@@ -156,7 +158,7 @@ def train(
 def load_pairs(args: DPOArgs, given: Given | None, tokenizer: Tokenizer) -> Splits[Row]:
     """Pairs of both splits, truncated to `--max_length`, and notes on how many were truncated or left out."""
 
-    def read(split: str, folder: str) -> tuple[list[Row], list[str]]:
+    def read(split: str, folder: str) -> tuple[Rows, list[str]]:
         where = direct_alignment.source_of("preference", split, folder, given, "unpaired", "kto")
         return fit_pairs(args, load_rows("preference", split, folder, given, tokenizer, args.verify), where)
 
@@ -168,29 +170,34 @@ def load_pairs(args: DPOArgs, given: Given | None, tokenizer: Tokenizer) -> Spli
     return splits
 
 
-def fit_pairs(args: DPOArgs, rows: list[Row], where: str) -> tuple[list[Row], list[str]]:
+def fit_pairs(args: DPOArgs, rows: Rows, where: str) -> tuple[Rows, list[str]]:
     """The pairs that differ within `--max_length`, truncated to it, and notes on how many were truncated or left out.
 
     Raises: UsageError when a pair lacks a column of the loss, or a prompt leaves no room for a response.
     """
     if not rows:
-        return [], []
+        return rows, []
     if args.loss_type in SOFT_LABEL_LOSSES:
         check_column(rows, "margin", f"--loss_type {args.loss_type}", where)
     if args.rapo == "ra":
         check_column(rows, "rejected_score", "--rapo ra", where)
-    truncated = [direct_alignment.truncate(row, args) for row in rows]
-    different = [row for row in truncated if list(row["chosen_input_ids"]) != list(row["rejected_input_ids"])]
-    if not different:
+    truncated, room = direct_alignment.truncated(rows, args)
+    sides = [rows.column(name) for name in rows.texts]
+    places = rows.column("differ_at") - rows.column("prompt_len")  # in the responses
+    different = (places < room) & (rows.column("differ_at") < torch.maximum(*sides))  # (N,)
+    if not different.any():
         raise UsageError(f"{where}: no pair differs within --max_length {args.max_length}; raise it")
-    shortened, lost = sum(one is not other for one, other in zip(truncated, rows)), len(rows) - len(different)
+    shortened = direct_alignment.number_shortened(rows, truncated)
+    lost = len(rows) - int(different.sum())
     notes = [f"{shortened:,} of {len(rows):,} pairs of {where} were truncated"] if shortened else []
     notes += [f"{lost:,} pairs of {where} have two equal responses and are left out"] if lost else []
-    return different, notes
+    return truncated.select(different.nonzero()[:, 0]) if lost else truncated, notes
 
 
-def check_column(rows: list[Row], name: str, flag: str, where: str) -> None:
+def check_column(rows: Rows, name: str, flag: str, where: str) -> None:
     """Raises: UsageError naming the first row without a finite number in this column."""
+    if rows.facts().columns.get(name) == len(rows):
+        return
     for index, row in enumerate(rows):
         value = row.get("columns", {}).get(name)
         if not isinstance(value, int | float) or not math.isfinite(value):
@@ -201,7 +208,7 @@ def check_column(rows: list[Row], name: str, flag: str, where: str) -> None:
 
 
 # --------------------------------------------------------------------------------------------- log-probabilities
-def score_rows(run: Run[DPOArgs], model: nn.Module, rows: list[Row], pad_id: int) -> Tensor:
+def score_rows(run: Run[DPOArgs], model: nn.Module, rows: Sequence[Row], pad_id: int) -> Tensor:
     """Log-probabilities of N pairs, dropout off, computed on all ranks: (2, N) on each, the chosen ones first."""
     return scoring.score_rows(run, model, rows, partial(preference_batch, pad_id=pad_id))
 
@@ -210,17 +217,17 @@ def score_reference(run: Run[DPOArgs], start: Start[Policy, Row], num_steps: int
     """Log-probabilities under the reference of the pairs that steps and evaluations read, validation last."""
     if run.args.loss_type in REFERENCE_FREE:
         return scoring.Scored({"fingerprint": None, "places": [], "logps": []}, None)
-    rows, model = start.rows + start.held_out, direct_alignment.load_reference(run, start)
+    rows, model = chained([start.rows, start.held_out]), direct_alignment.load_reference(run, start)
     parts = scoring.parts_to_score(run, len(start.rows), len(start.held_out), num_steps)
 
-    def score(model: nn.Module, part: list[Row]) -> Tensor:
+    def score(model: nn.Module, part: Sequence[Row]) -> Tensor:
         return score_rows(run, model, part, start.tokenizer.pad_token_id)
 
     return scoring.score_before_training(run, model, rows, parts, score, scoring.fingerprint(model, rows))
 
 
 # -------------------------------------------------------------------------------------------------------- learning
-def make_pairs(args: DPOArgs, rows: list[Row], logps: Tensor, baseline: float = 0.0) -> Pairs:
+def make_pairs(args: DPOArgs, rows: Sequence[Row], logps: Tensor, baseline: float = 0.0) -> Pairs:
     """The inputs of a loss for B rows; logps (2B,), the chosen ones first."""
 
     def column(values: list[float]) -> Tensor:
@@ -252,7 +259,7 @@ def make_pairs(args: DPOArgs, rows: list[Row], logps: Tensor, baseline: float = 
     return dataclasses.replace(pairs, rejected_weight=weight)
 
 
-def train_step(run: Run[DPOArgs], model: nn.Module, rows: list[Row], pad_id: int, baseline: float = 0.0) -> Metrics:
+def train_step(run: Run[DPOArgs], model: nn.Module, rows: Sequence[Row], pad_id: int, baseline: float = 0.0) -> Metrics:
     """One optimiser step on this rank's pairs; returns the metrics of the global batch."""
     args = run.args
     count = run.ranks.total(len(rows))
@@ -271,7 +278,7 @@ def train_step(run: Run[DPOArgs], model: nn.Module, rows: list[Row], pad_id: int
     return {**losses, "train/grad_norm": run.optimize("policy"), **metrics}
 
 
-def loss_of(args: DPOArgs, rows: list[Row], logps: Tensor, baseline: float) -> tuple[Tensor, list[Tensor]]:
+def loss_of(args: DPOArgs, rows: Sequence[Row], logps: Tensor, baseline: float) -> tuple[Tensor, list[Tensor]]:
     """Loss of B pairs, a sum, and the seven sums of `pair_metrics`; logps (2B,), the chosen ones first."""
     pairs = make_pairs(args, rows, logps, baseline)
     if any("slopes" in row for row in rows):
@@ -283,7 +290,7 @@ def loss_of(args: DPOArgs, rows: list[Row], logps: Tensor, baseline: float) -> t
     return loss + args.rpo_alpha * nll, [loss, nll, *pair_sums(args, pairs)]
 
 
-def with_slopes(run: Run[DPOArgs], model: nn.Module, rows: list[Row], pad_id: int) -> list[Row]:
+def with_slopes(run: Run[DPOArgs], model: nn.Module, rows: Sequence[Row], pad_id: int) -> list[Row]:
     """This rank's pairs with their part of a ranked loss and its derivatives by their two log-probabilities.
 
     They come from a first pass over the pairs of all ranks, which draws the dropout of the second.
@@ -337,7 +344,7 @@ def pair_metrics(args: DPOArgs, means: list[float]) -> Metrics:
 
 
 @torch.no_grad()
-def evaluate(run: Run[DPOArgs], model: nn.Module, rows: list[Row], pad_id: int, baseline: float = 0.0) -> Metrics:
+def evaluate(run: Run[DPOArgs], model: nn.Module, rows: Sequence[Row], pad_id: int, baseline: float = 0.0) -> Metrics:
     """Metrics of (the first `--eval_iters` micro-batches of) a split; a ranked loss ranks all of it together."""
     rows = run.order.eval_rows(rows, run.args.micro_batch_size)
     logps = score_rows(run, model, rows, pad_id).reshape(-1)  # (2N,)

@@ -27,7 +27,7 @@ Left out: a replay of earlier groups, and several turns, for which masks, weight
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -423,7 +423,7 @@ def group_metrics(run: Run[GRPOArgs], rollout: Rollout, scores: Scores, rewards:
 
 
 @torch.no_grad()
-def evaluate(run: Run[GRPOArgs], sampler: RolloutSampler, rewards: Rewards, rows: list[Row]) -> Metrics:
+def evaluate(run: Run[GRPOArgs], sampler: RolloutSampler, rewards: Rewards, rows: Sequence[Row]) -> Metrics:
     """Score, KL and length of one response to each held-out prompt, with the same noise each time."""
     rollout = sampler.sample_held_out(rows)
     scores = penalize_length(run.args, rollout, rewards(rollout, audited=False).total)  # (B,)

@@ -31,6 +31,7 @@ from lightrlhf.cli.fields import positive
 from lightrlhf.cli.groups import DataSetsArgs, EvalArgs, RolloutLogArgs, TensorParallelArgs
 from lightrlhf.cli.parser import parse
 from lightrlhf.data.batch import micro_batches, mismatched_rows, unpaired_batch
+from lightrlhf.data.flat import Rows, chained
 from lightrlhf.data.rows import Given, Splits, load_rows
 from lightrlhf.data.splits import Row, longest_text
 from lightrlhf.data.types import Tokenizer
@@ -85,7 +86,7 @@ def train(
     num_steps = run.order.num_steps(start.rows, args.mini_batch_size)
     mismatches = Mismatches(run, start, num_steps) if args.loss_type == "kto" else None
     reference = score_reference(run, start, num_steps, mismatches)
-    scored = scoring.with_reference(start.rows + start.held_out, reference.logps)
+    scored = scoring.with_reference(chained([start.rows, start.held_out]), reference.logps)
     responses, validation = scored[: len(start.rows)], scored[len(start.rows) :]
     if mismatches:
         mismatches.logps = reference.logps
@@ -125,24 +126,26 @@ def middle(good: RunningMean, bad: RunningMean) -> float:
 def load_responses(args: KTOArgs, given: Given | None, tokenizer: Tokenizer) -> Splits[Row]:
     """Labelled responses of both splits, truncated to `--max_length`, with notes on that and on their balance."""
 
-    def read(split: str, folder: str) -> tuple[list[Row], list[str]]:
+    def read(split: str, folder: str) -> tuple[Rows, list[str]]:
         where = direct_alignment.source_of("unpaired", split, folder, given, "preference", "dpo")
         rows = load_rows("unpaired", split, folder, given, tokenizer, args.verify)
-        truncated = [direct_alignment.truncate(row, args) for row in rows]
-        shortened = sum(one is not other for one, other in zip(truncated, rows))
+        if not rows:
+            return rows, []
+        truncated, _ = direct_alignment.truncated(rows, args)
+        shortened = direct_alignment.number_shortened(rows, truncated)
         return truncated, [f"{shortened:,} of {len(rows):,} responses of {where} were truncated"] if shortened else []
 
     splits = direct_alignment.read_splits(read, args, given)
-    splits.notes += check_labels(args, [row for one in splits.sets for row in one])
+    splits.notes += check_labels(args, chained(splits.sets))
     return splits
 
 
-def check_labels(args: KTOArgs, rows: list[Row]) -> list[str]:
+def check_labels(args: KTOArgs, rows: Rows) -> list[str]:
     """Notes on the balance of labelled responses.
 
     Raises: UsageError when all have one label (or for kto one prompt), for nothing can be compared then.
     """
-    good = sum(row["label"] for row in rows)
+    good = int(rows.column("label").sum())
     bad = len(rows) - good
     if not good or not bad:
         raise UsageError(
@@ -150,8 +153,9 @@ def check_labels(args: KTOArgs, rows: list[Row]) -> list[str]:
         )
     if args.loss_type != "kto":
         return []
-    prompts = {tuple(torch.as_tensor(row["input_ids"])[: row["prompt_len"]].tolist()) for row in rows}
-    if len(prompts) < 2:
+    prompts = (row["input_ids"][: row["prompt_len"]] for row in rows)
+    first = next(prompts)
+    if all(torch.equal(first, prompt) for prompt in prompts):
         raise UsageError(f"{args.data_name}: all rows have one prompt, but kto compares prompts; use --loss_type bco")
     ratio = args.desirable_weight * good / (args.undesirable_weight * bad)
     if 0.999 < ratio < 1.334:
@@ -171,7 +175,7 @@ class Mismatches:
 
     def __init__(self, run: Run[KTOArgs], start: Start[Policy, Row], num_steps: int) -> None:
         self.run, self.rows, self.validation = run, start.rows, start.held_out
-        self.data = self.rows + self.validation
+        self.data = chained([self.rows, self.validation])
         self.blocks = scoring.blocks(run, num_steps, of_dry_run=run.dry is not None)
         self.width = longest_text(self.data)
         args = run.args
@@ -202,7 +206,7 @@ class Mismatches:
             parts.append([place for first, end in ends for place in range(first, end)])
         return parts
 
-    def add(self, batch: list[Row], step: int) -> list[Row]:
+    def add(self, batch: Sequence[Row], step: int) -> list[Row]:
         """Rows of a step, or of validation (-1), with their `mismatch` and its log-probability under the reference."""
         assert self.logps is not None
         values = self.logps[0, self._start(step) : self._start(step) + len(batch)].tolist()
@@ -216,11 +220,11 @@ class Mismatches:
     def _batch(self, step: int) -> list[Row]:
         return self.run.order.global_batch(self.rows, step, self.run.args.mini_batch_size)
 
-    def _mismatch(self, batch: list[Row]) -> list[Row]:
+    def _mismatch(self, batch: Sequence[Row]) -> list[Row]:
         return mismatched_rows(batch, self.rows, self.width)
 
 
-def score_rows(run: Run[KTOArgs], model: nn.Module, rows: list[Row], pad_id: int) -> Tensor:
+def score_rows(run: Run[KTOArgs], model: nn.Module, rows: Sequence[Row], pad_id: int) -> Tensor:
     """Log-probabilities of N responses, dropout off, computed on all ranks: (1, N) on each."""
     return scoring.score_rows(run, model, rows, partial(unpaired_batch, pad_id=pad_id), sides=1)
 
@@ -229,19 +233,19 @@ def score_reference(
     run: Run[KTOArgs], start: Start[Policy, Row], num_steps: int, mismatches: Mismatches | None
 ) -> scoring.Scored:
     """Log-probabilities under the reference of what steps and evaluations read: responses, then mismatched ones."""
-    rows, model = start.rows + start.held_out, direct_alignment.load_reference(run, start)
+    rows, model = chained([start.rows, start.held_out]), direct_alignment.load_reference(run, start)
     parts = scoring.parts_to_score(run, len(start.rows), len(start.held_out), num_steps)
     if mismatches:
         parts += mismatches.parts()
     digest = scoring.fingerprint(model, rows, mismatches.key if mismatches else ())
 
-    def score(model: nn.Module, part: list[Row]) -> Tensor:
+    def score(model: nn.Module, part: Sequence[Row]) -> Tensor:
         return score_rows(run, model, part, start.tokenizer.pad_token_id)
 
     return scoring.score_before_training(run, model, mismatches or rows, parts, score, digest)
 
 
-def reference_point(run: Run[KTOArgs], model: nn.Module, rows: list[Row], pad_id: int) -> float:
+def reference_point(run: Run[KTOArgs], model: nn.Module, rows: Sequence[Row], pad_id: int) -> float:
     """KTO's beta z0 of the mini-batch whose rows are on all ranks: beta max(0, mean log-ratio of its mismatched rows).
 
     It estimates the KL to the reference, and is one number for all micro-batches, so that these change no gradient.
@@ -254,7 +258,7 @@ def reference_point(run: Run[KTOArgs], model: nn.Module, rows: list[Row], pad_id
 
 
 # -------------------------------------------------------------------------------------------------------- learning
-def make_responses(args: KTOArgs, rows: list[Row], logps: Tensor, point: float) -> Responses:
+def make_responses(args: KTOArgs, rows: Sequence[Row], logps: Tensor, point: float) -> Responses:
     """The inputs of a loss for B labelled responses; logps (B,); point: KTO's beta z0, BCO's d."""
     return Responses(
         policy_logps=logps,
@@ -267,7 +271,7 @@ def make_responses(args: KTOArgs, rows: list[Row], logps: Tensor, point: float) 
     )
 
 
-def train_step(run: Run[KTOArgs], model: nn.Module, rows: list[Row], pad_id: int, delta: float = 0.0) -> Metrics:
+def train_step(run: Run[KTOArgs], model: nn.Module, rows: Sequence[Row], pad_id: int, delta: float = 0.0) -> Metrics:
     """One optimiser step on this rank's responses; returns the metrics of the global batch. delta: BCO's d."""
     args = run.args
     count = run.ranks.total(len(rows))
@@ -309,7 +313,7 @@ def response_metrics(means: Sequence[float], point: float) -> Metrics:
 
 
 @torch.no_grad()
-def evaluate(run: Run[KTOArgs], model: nn.Module, rows: list[Row], pad_id: int, delta: float = 0.0) -> Metrics:
+def evaluate(run: Run[KTOArgs], model: nn.Module, rows: Sequence[Row], pad_id: int, delta: float = 0.0) -> Metrics:
     """Metrics of (the first `--eval_iters` micro-batches of) a split; delta: BCO's d."""
     args = run.args
     rows = run.order.eval_rows(rows, args.micro_batch_size)

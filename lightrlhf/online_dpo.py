@@ -33,7 +33,8 @@ from lightrlhf.cli.fields import at_least, check_args, flag
 from lightrlhf.cli.functions import load_function
 from lightrlhf.cli.groups import FrozenArgs, RewardArgs, SamplingArgs, ServerArgs
 from lightrlhf.cli.parser import parse
-from lightrlhf.data import batch, responses, schema, splits, tokens
+from lightrlhf.data import batch, responses, splits, tokens
+from lightrlhf.data.flat import Rows, share_columns
 from lightrlhf.data.rows import Given, load_rows
 from lightrlhf.data.types import Tokenizer
 from lightrlhf.evaluation import answers
@@ -114,7 +115,7 @@ def train(
     rows = load_rows("prompts", "train", args.data_dir, prompts, tokenizer, args.verify)
     shards = prompt_shards(args, rows)
     held_out = load_rows("prompts", "validation", args.data_dir, prompts, tokenizer, args.verify)[: args.eval_prompts]
-    schema.share_columns([*rows, *held_out])
+    share_columns([rows, held_out])
     run = Iterated(
         args,
         "online_dpo",
@@ -138,7 +139,7 @@ def train(
 
 
 # ----------------------------------------------------------------------------------------------------------- stages
-def prompt_shards(args: OnlineDPOArgs, rows: list[Row]) -> list[list[Row]]:
+def prompt_shards(args: OnlineDPOArgs, rows: Rows) -> list[Rows]:
     """The prompts of each iteration: shards of one seeded order, each prompt at most once.
 
     Raises: UsageError when there are too few.
@@ -151,7 +152,7 @@ def prompt_shards(args: OnlineDPOArgs, rows: list[Row]) -> list[list[Row]]:
             f"try --prompts_per_iteration {max(len(rows) // args.iterations, 1)}"
         )
     order = batch.epoch_order(len(rows), args.seed, 0)
-    return [[rows[i] for i in order[t * size : (t + 1) * size]] for t in range(args.iterations)]
+    return [rows.select(order[t * size : (t + 1) * size]) for t in range(args.iterations)]
 
 
 def respond(it: Iteration[OnlineDPOArgs], prompts: Sequence[Row]) -> None:

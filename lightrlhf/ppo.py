@@ -22,7 +22,7 @@ Left out: the pretraining-loss mix (PPO-ptx), value-network warm-up, and rollout
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -379,7 +379,7 @@ def macro_metrics(run: Run[PPOArgs], batch: PPOBatch, parse_failures: int) -> Me
 
 
 @torch.no_grad()
-def evaluate(run: Run[PPOArgs], sampler: RolloutSampler, rewards: Rewards, rows: list[Row]) -> Metrics:
+def evaluate(run: Run[PPOArgs], sampler: RolloutSampler, rewards: Rewards, rows: Sequence[Row]) -> Metrics:
     """Score, KL and length on held-out prompts, with the same noise each time."""
     rollout = sampler.sample_held_out(rows)
     scores = bound_scores(run.args, rollout, rewards(rollout, audited=False))

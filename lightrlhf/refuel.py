@@ -31,6 +31,7 @@ from lightrlhf.cli.fields import positive
 from lightrlhf.cli.groups import DataArgs, EvalArgs, SamplingArgs, StartArgs, TrainArgs
 from lightrlhf.cli.parser import parse
 from lightrlhf.data.batch import dialogue_pair_batch, micro_batch_indices, number_rows
+from lightrlhf.data.flat import chained
 from lightrlhf.data.rows import Given, Splits, load_rows
 from lightrlhf.data.splits import Row
 from lightrlhf.data.tokens import decode
@@ -114,7 +115,7 @@ def first_minus_second(values: Tensor) -> Tensor:
 class Pairs(NamedTuple):
     """N pairs to learn from; row 0 of a (2, N) tensor is of the chosen sides."""
 
-    rows: list[Row]  # ids and action masks of both sides
+    rows: Sequence[Row]  # ids and action masks of both sides
     rewards: Tensor  # (2, N)
     old_logps: Tensor  # (2, N) S_old
 
@@ -169,7 +170,7 @@ def load_pairs(args: RefuelArgs, given: Given | None, tokenizer: Tokenizer) -> S
     rows = load_rows("refuel", "train", args.data_dir, given, tokenizer, args.verify)
     has_validation = given is not None or (Path(args.data_dir) / "refuel_validation.pt").is_file()
     if not (args.eval_interval and has_validation):
-        return Splits([rows], [])
+        return Splits([rows], chained([]))
     return Splits([rows], load_rows("refuel", "validation", args.data_dir, given, tokenizer, args.verify))
 
 
@@ -183,22 +184,22 @@ def make_pairs(run: Run[RefuelArgs], start: Start[Policy, Row], old: scoring.Sco
 
 def rewards_of(run: Run[Any], rows: Sequence[Row]) -> Tensor:
     """The stored rewards of both sides of N rows: (2, N)."""
-    return torch.tensor([[float(row[f"{side}_reward"]) for row in rows] for side in SIDES], device=run.device)
+    return torch.stack([chained([rows]).column(f"{side}_reward") for side in SIDES]).float().to(run.device)
 
 
 # ----------------------------------------------------------------------------------------------- log-probabilities
-def score_rows(run: Run[Any], model: nn.Module, rows: list[Row], pad_id: int) -> Tensor:
+def score_rows(run: Run[Any], model: nn.Module, rows: Sequence[Row], pad_id: int) -> Tensor:
     """S of both sides of N rows, dropout off, computed on all ranks: (2, N) on each."""
     return scoring.score_rows(run, model, rows, partial(dialogue_pair_batch, pad_id=pad_id), 2, run.args.temperature)
 
 
 def score_old(run: Run[RefuelArgs], start: Start[Policy, Row], num_steps: int) -> scoring.Scored:
     """S_old of the pairs that steps and evaluations read, validation last, under the policy that is trained."""
-    rows = start.rows + start.held_out
+    rows = chained([start.rows, start.held_out])
     parts = scoring.parts_to_score(run, len(start.rows), len(start.held_out), num_steps)
     digest = scoring.fingerprint(start.policy, rows, (run.args.temperature,))
 
-    def score(model: nn.Module, part: list[Row]) -> Tensor:
+    def score(model: nn.Module, part: Sequence[Row]) -> Tensor:
         return score_rows(run, model, part, start.tokenizer.pad_token_id)
 
     return scoring.score_before_training(run, start.policy, rows, parts, score, digest, "old log-probabilities")

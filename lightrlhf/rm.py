@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -32,9 +33,8 @@ from lightrlhf.cli.errors import one_line_errors
 from lightrlhf.cli.fields import positive
 from lightrlhf.cli.groups import DataSetsArgs, EvalArgs, FrozenArgs, StartArgs, TensorParallelArgs, TrainArgs
 from lightrlhf.cli.parser import parse
-from lightrlhf.data.batch import micro_batches, preference_batch
-from lightrlhf.data.mixtures import interleave
-from lightrlhf.data.rows import Given, Splits, load_sets
+from lightrlhf.data.batch import micro_batch_indices, micro_batches, preference_batch
+from lightrlhf.data.rows import Given, Splits, chained, interleave, load_sets
 from lightrlhf.data.splits import NoValidation, Row
 from lightrlhf.data.tokens import pair_rows
 from lightrlhf.data.types import PreTrainedModel, Tokenizer
@@ -169,17 +169,18 @@ def load_comparisons(args: RMArgs, given: Given | None, tokenizer: Tokenizer) ->
     A reward model is saved with statistics of its scores, so there are validation pairs in any case.
     """
     sets = load_sets("preference", "train", args, given, tokenizer)
-    validation, notes = list[Row](), list[str]()
+    validation = interleave([])
+    notes: list[str] = []
     try:
         validation = interleave(load_sets("preference", "validation", args, given, tokenizer))
     except NoValidation:
         if args.eval_interval:
             raise
     if not validation:
-        validation = [row for one in sets for row in one][:MOST_FOR_STATISTICS]
+        validation = chained(sets)[:MOST_FOR_STATISTICS]
         notes = [f"no validation pairs: using the first {len(validation)} training pairs instead"]
     if args.loss_type == "pair":
-        sets, validation = [pair_rows(tokenizer, one) for one in sets], pair_rows(tokenizer, validation)
+        return Splits([pair_rows(tokenizer, one) for one in sets], pair_rows(tokenizer, validation), notes)
     return Splits(sets, validation, notes)
 
 
@@ -215,7 +216,7 @@ def reward_metrics(chosen: float, rejected: float, accuracy: float) -> Metrics:
     }
 
 
-def train_step(run: Run[RMArgs], model: nn.Module, rows: list[Row], pad_id: int) -> Metrics:
+def train_step(run: Run[RMArgs], model: nn.Module, rows: Sequence[Row], pad_id: int) -> Metrics:
     """One optimiser step on this rank's pairs; returns the metrics of the global batch."""
     args = run.args
     count = run.ranks.total(len(rows))
@@ -232,19 +233,19 @@ def train_step(run: Run[RMArgs], model: nn.Module, rows: list[Row], pad_id: int)
     return {"train/loss": loss, "train/grad_norm": run.optimize("reward"), **reward_metrics(*rewards)}
 
 
-def evaluate(run: Run[RMArgs], model: nn.Module, rows: list[Row], pad_id: int) -> tuple[Metrics, Metrics]:
+def evaluate(run: Run[RMArgs], model: nn.Module, rows: Sequence[Row], pad_id: int) -> tuple[Metrics, Metrics]:
     """Metrics of (the first `--eval_iters` micro-batches of) a split, and mean and deviation of all its scores."""
     args = run.args
-    rows = run.order.eval_rows(rows, args.micro_batch_size)
+    rows = run.ranks.shard(run.order.eval_rows(rows, args.micro_batch_size))
     sums = torch.zeros(7, dtype=torch.float64, device=float64_device(run.device))
     with inference(model):
-        for micro in run.ranks.pad_passes(micro_batches(run.ranks.shard(rows), args.micro_batch_size)):
-            batch = preference_batch(micro, pad_id).to(run.device)
+        for index in run.ranks.pad_passes(micro_batch_indices(rows, args.micro_batch_size)):
+            batch = preference_batch([rows[i] for i in index], pad_id).to(run.device)
             scores = model(batch.input_ids, batch.attention_mask, batch.group)  # (2B, T)
             loss = LOSSES[args.loss_type](scores, batch.input_ids, batch.attention_mask).sum()
             ends = end_scores(scores, batch.attention_mask)  # (2B,)
             parts = [loss, *pair_sums(scores, batch.attention_mask), ends.sum(), ends.pow(2).sum()]
-            sums += to_float64(torch.stack([*parts, torch.tensor(float(len(micro)), device=run.device)]))
+            sums += to_float64(torch.stack([*parts, torch.tensor(float(len(index)), device=run.device)]))
     *totals, count = run.ranks.sum(sums).tolist()
     loss, chosen, rejected, right, total, squares = (value / count for value in totals)
     mean, metrics = total / 2, reward_metrics(chosen, rejected, right)

@@ -11,6 +11,7 @@ Left out: curricula and multi-epoch shuffling buffers.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,7 +23,7 @@ from lightrlhf.cli.errors import one_line_errors
 from lightrlhf.cli.fields import at_least, positive
 from lightrlhf.cli.groups import DataSetsArgs, EvalArgs, ModelArgs, RolloutLogArgs, TensorParallelArgs, TrainArgs
 from lightrlhf.cli.parser import parse
-from lightrlhf.data.batch import finetune_batch, micro_batches
+from lightrlhf.data.batch import finetune_batch, micro_batch_indices, micro_batches
 from lightrlhf.data.rows import Given, load_splits
 from lightrlhf.data.splits import Row
 from lightrlhf.data.types import Tokenizer
@@ -93,7 +94,7 @@ def train(
     return run.finish()
 
 
-def train_step(run: Run[SFTArgs], model: nn.Module, rows: list[Row], pad_id: int) -> Metrics:
+def train_step(run: Run[SFTArgs], model: nn.Module, rows: Sequence[Row], pad_id: int) -> Metrics:
     """One optimiser step on this rank's rows; returns the metrics of the global batch."""
     args = run.args
     micros = run.ranks.pad_passes(micro_batches(rows, args.micro_batch_size))
@@ -109,14 +110,14 @@ def train_step(run: Run[SFTArgs], model: nn.Module, rows: list[Row], pad_id: int
     return {"train/loss": run.ranks.total(total) / count, "train/grad_norm": run.optimize("policy")}
 
 
-def evaluate(run: Run[SFTArgs], model: nn.Module, rows: list[Row], pad_id: int) -> float:
+def evaluate(run: Run[SFTArgs], model: nn.Module, rows: Sequence[Row], pad_id: int) -> float:
     """Mean cross-entropy per counted token of (the first `--eval_iters` micro-batches of) a split."""
     args = run.args
-    rows = run.order.eval_rows(rows, args.micro_batch_size)
+    rows = run.ranks.shard(run.order.eval_rows(rows, args.micro_batch_size))
     total, count = 0.0, 0
     with inference(model):
-        for micro in run.ranks.pad_passes(micro_batches(run.ranks.shard(rows), args.micro_batch_size)):
-            batch = finetune_batch(micro, pad_id, args.use_targets).to(run.device)
+        for index in run.ranks.pad_passes(micro_batch_indices(rows, args.micro_batch_size)):
+            batch = finetune_batch([rows[i] for i in index], pad_id, args.use_targets).to(run.device)
             total += float(sft_loss(model(**policy_inputs(batch)), batch.action_mask))
             count += batch.num_actions
     return run.ranks.total(total) / max(run.ranks.total(count), 1)

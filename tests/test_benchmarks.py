@@ -10,6 +10,7 @@ import pytest
 import torch
 from helpers import ROOT, tiny_model
 from helpers.errors import error_naming, refused
+from helpers.flat import stored_rows
 from helpers.programs import main_of
 from helpers.tiny_runs import TRAINED, TinyRuns
 from transformers import AutoModelForCausalLM
@@ -315,7 +316,7 @@ def test_a_model_stops_as_often_as_it_is_told(tmp_path):
 def test_data_is_the_same_each_time_and_its_lengths_are_skewed(tmp_path):
     for name in ("one", "two"):
         write_data(tmp_path / name, DataSize(200, 3, 3), 512)
-    one, two = (torch.load(tmp_path / name / "finetune_train.pt") for name in ("one", "two"))
+    one, two = (stored_rows(tmp_path / name / "finetune_train.pt") for name in ("one", "two"))
     assert all(torch.equal(a["input_ids"], b["input_ids"]) for a, b in zip(one, two))
     lengths = torch.tensor([len(row["input_ids"]) for row in one]).float()
     assert lengths.max() > 2.5 * lengths.median() and lengths.mean() > 1.1 * lengths.median()
@@ -325,7 +326,7 @@ def test_prompts_of_given_lengths_have_the_mean_and_are_skewed(tmp_path):
     lengths = even_lengths(8, 32)
     assert sum(lengths) == 8 * 32 and sorted(lengths)[4] < 32 and max(lengths) > 2 * 32
     write_data(tmp_path / "data", DataSize(2, 2, 0), 512, lengths)
-    assert [row["prompt_len"] for row in torch.load(tmp_path / "data" / "prompts_train.pt")] == lengths
+    assert [row["prompt_len"] for row in stored_rows(tmp_path / "data" / "prompts_train.pt")] == lengths
 
 
 def test_the_reward_differs_between_responses():
@@ -454,7 +455,7 @@ def test_growth_is_beside_what_the_work_grows_by():
 def test_a_cell_has_texts_of_its_length_and_as_much_work_as_is_counted(tmp_path):
     cell = growth.Cell("dpo", text=64, vocabulary=512, tokens=256)
     growth.write_rows(tmp_path / "data", cell)
-    pairs = torch.load(tmp_path / "data" / "preference_train.pt")
+    pairs = stored_rows(tmp_path / "data" / "preference_train.pt")
     assert [len(row["chosen_input_ids"]) for row in pairs] == [64, 64] and len(pairs) == cell.rows
     assert shared_lengths(pairs) == [32, 32]
     shape = Shape(layers=1, matrices=100, head=10, query_width=4, key_value_width=4, trainable=110)

@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightrlhf.data.flat import Rows
 from lightrlhf.data.splits import IGNORE_INDEX, Row
 from lightrlhf.data.tokens import decode
 
@@ -276,10 +277,10 @@ def _collate(
 
 # -------------------------------------------------------------------------------------------------------- batching
 @functools.lru_cache(maxsize=2)  # every step of an epoch asks for it
-def epoch_order(num_rows: int, seed: int, epoch: int) -> list[int]:
-    """Seeded permutation of a split for one epoch, the same on every rank; resuming needs only an index into it."""
+def epoch_order(num_rows: int, seed: int, epoch: int) -> Tensor:
+    """Seeded permutation (N,) of a split for one epoch, the same on every rank; resuming needs an index into it."""
     generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
-    return torch.randperm(num_rows, generator=generator).tolist()
+    return torch.randperm(num_rows, generator=generator)
 
 
 def mix_seed(*key: int, start: int = 0) -> int:
@@ -302,7 +303,8 @@ def row_length(row: Row) -> int:
 
 def micro_batch_indices(rows: Sequence[Row], size: int) -> list[list[int]]:
     """Indices of rows in groups of `size` of similar length, shortest first, which need little padding."""
-    order = sorted(range(len(rows)), key=lambda i: row_length(rows[i]))
+    lengths = rows.lengths().tolist() if isinstance(rows, Rows) else [row_length(row) for row in rows]
+    order = sorted(range(len(rows)), key=lengths.__getitem__)
     return [order[start : start + size] for start in range(0, len(order), size)]
 
 

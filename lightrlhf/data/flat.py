@@ -88,6 +88,10 @@ class Rows(Sequence[Row]):
         """The numbers (N,) of a field; of a field of `texts` its lengths in tokens."""
         raise NotImplementedError
 
+    def lengths(self) -> Tensor:
+        """Tokens of each row (N,), of both sides for a pair."""
+        return torch.stack([self.column(name) for name in self.texts]).sum(0)
+
     def facts(self) -> Facts:
         """Facts of the rows; after a selection they hold for more."""
         raise NotImplementedError
@@ -136,7 +140,7 @@ class View(Rows):
         columns: Mapping[str, Tensor] | None = None,
     ) -> None:
         self.parts, self.places, self.change, self.key = list[Any](parts), places, change, key
-        self.columns = dict(columns or {})
+        self.columns, self.shared = dict(columns or {}), dict[str, Any]()
         self.ends = list(accumulate(map(len, self.parts)))
         self.texts = next((part.texts for part in self.parts if isinstance(part, Rows)), ())
 
@@ -149,6 +153,8 @@ class View(Rows):
         row = self.parts[number][place - (self.ends[number - 1] if number else 0)]
         row = self.change(row) if self.change else row
         added = {name: values[index].item() for name, values in self.columns.items() if name not in self.texts}
+        if self.shared:
+            added["columns"] = self.shared | row.get("columns", {})
         return {**row, **added} if added else row
 
     def column(self, name: str) -> Tensor:
@@ -172,8 +178,11 @@ class View(Rows):
         return found.hexdigest()
 
     def share(self, names: Mapping[str, Any]) -> None:
-        for part in self.parts:
-            part.share(names)
+        if self.change:
+            self.shared = dict(names)
+        else:
+            for part in self.parts:
+                part.share(names)
 
 
 class FlatRows(Rows):
@@ -285,8 +294,10 @@ class Digest:
         return hashlib.sha256(repr(sorted((n, one.hexdigest()) for n, one in self.parts.items())).encode()).hexdigest()
 
 
-def joined(parts: Sequence[Sequence[Any]]) -> View:
-    """The rows of all parts, one after the other."""
+def chained(parts: Sequence[Sequence[Any]]) -> Any:
+    """The rows of all parts, one after the other: `Rows`, or a list where a part is one."""
+    if any(isinstance(part, list) for part in parts):
+        return [row for part in parts for row in part]
     return View(parts)
 
 

@@ -10,30 +10,30 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from lightrlhf.data.batch import epoch_order, mix_seed
-
-Item = TypeVar("Item")
+from lightrlhf.data.flat import Rows, View
 
 
 @functools.lru_cache(maxsize=2)  # every step of an epoch asks for it
-def mixed_order(sizes: tuple[int, ...], weights: tuple[float, ...], seed: int, epoch: int) -> list[int]:
-    """Seeded order of one epoch of several sets that lie one after the other: as many indices as they have rows.
+def mixed_order(sizes: tuple[int, ...], weights: tuple[float, ...], seed: int, epoch: int) -> Tensor:
+    """Seeded order of one epoch of several sets that lie one after the other: as many indices (N,) as they have rows.
 
     Each set has its share of them by weight (`mixed_shares`), and goes through seeded permutations of its rows, one
     after the other and on through the epochs: a row comes again once all others of its set have come.
     """
-    chosen, start = [], 0
+    chosen, start = list[Tensor](), 0
     for number, (size, share) in enumerate(zip(sizes, mixed_shares(sizes, weights))):
         for place in range(epoch * share // size, math.ceil((epoch + 1) * share / size)):
             generator = torch.Generator().manual_seed(mix_seed(number, place, start=seed))
             first, last = (max(end * share - place * size, 0) for end in (epoch, epoch + 1))
-            chosen += (start + torch.randperm(size, generator=generator)[first:last]).tolist()
+            chosen.append(start + torch.randperm(size, generator=generator)[first:last])
         start += size
-    return [chosen[i] for i in epoch_order(len(chosen), seed, epoch)]
+    return torch.cat(chosen)[epoch_order(sum(map(len, chosen)), seed, epoch)]
 
 
 def mixed_shares(sizes: Sequence[int], weights: Sequence[float]) -> list[int]:
@@ -46,7 +46,9 @@ def mixed_shares(sizes: Sequence[int], weights: Sequence[float]) -> list[int]:
     return shares
 
 
-def interleave(sets: Sequence[Sequence[Item]]) -> list[Item]:
+def interleave(sets: Sequence[Sequence[Any]]) -> Rows:
     """The rows of all sets, each spread evenly, so that the first rows are of all of them."""
-    placed = [((i + 0.5) / len(rows), number, i) for number, rows in enumerate(sets) for i in range(len(rows))]
-    return [sets[number][i] for _, number, i in sorted(placed)]
+    if len(sets) == 1 and isinstance(sets[0], Rows):
+        return sets[0]
+    placed = [(torch.arange(len(rows), dtype=torch.float64) + 0.5) / len(rows) for rows in sets]
+    return View(sets, torch.cat(placed).argsort(stable=True)) if placed else View([])

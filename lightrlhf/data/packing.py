@@ -119,6 +119,12 @@ def _encoded(rest: Sequence[Row], source: str, first: int) -> list[bytes]:
 
 
 # ---------------------------------------------------------------------------------------------------------- writing
+def write_rows(path: Path, stage: str, rows: Iterable[Row]) -> None:
+    """Write the file of a split. Raises: as `FlatWriter`."""
+    with FlatWriter(path, stage) as file:
+        file.extend(rows)
+
+
 class FlatWriter:
     """Write the file of a split row by row, in constant memory; it appears whole as the `with` block ends.
 

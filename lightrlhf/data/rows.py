@@ -16,10 +16,11 @@ import torch
 
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.data.chat import controls
+from lightrlhf.data.flat import Rows, chained, share_columns
 from lightrlhf.data.mixtures import interleave
 from lightrlhf.data.packing import pack
 from lightrlhf.data.rendering import has_generation_tags
-from lightrlhf.data.schema import COLUMNS, IGNORE_INDEX, TEXTS, Row, share_columns
+from lightrlhf.data.schema import COLUMNS, IGNORE_INDEX, TEXTS, Row
 from lightrlhf.data.splits import SPLITS, check_counted, drop_equal_pairs, load_prompts, load_split
 from lightrlhf.data.tokens import check_shown, encode_prompt, encode_response, spelled_control
 
@@ -34,8 +35,8 @@ Item = TypeVar("Item")
 class Splits(Generic[Item]):
     """The training and validation rows of a program."""
 
-    sets: list[list[Item]]  # training rows of each folder of `--data_dir`
-    held_out: list[Item]  # validation rows of all of them
+    sets: Sequence[Sequence[Item]]  # training rows of each folder of `--data_dir`
+    held_out: Sequence[Item]  # validation rows of all of them
     notes: list[str] = field(default_factory=list)  # to print once
 
 
@@ -55,8 +56,8 @@ class SplitArgs(Protocol):
 def load_splits(stage: str, args: SplitArgs, given: Given | None, tokenizer: PreTrainedTokenizerBase) -> Splits[Row]:
     """Training rows, and validation rows unless `--eval_interval 0`, with the same columns. Raises: as `load_rows`."""
     sets = load_sets(stage, "train", args, given, tokenizer)
-    held_out = interleave(load_sets(stage, "validation", args, given, tokenizer)) if args.eval_interval else []
-    share_columns([*(row for one in sets for row in one), *held_out])
+    held_out = interleave(load_sets(stage, "validation", args, given, tokenizer) if args.eval_interval else [])
+    share_columns([*sets, held_out])
     return Splits(sets, held_out)
 
 
@@ -67,7 +68,7 @@ def load_rows(
     given: Given | None,
     tokenizer: PreTrainedTokenizerBase | None,
     verify: bool = True,
-) -> list[Row]:
+) -> Rows:
     """Rows of a split: the given ones, else `--data_dir`'s, compared with its seal if `verify`.
 
     `columns` have the same keys in all rows, see `share_columns`.
@@ -95,19 +96,18 @@ def load_rows(
     if split == "train" and not rows:
         raise UsageError(f"no {stage} rows were given to train on")
     if not rows:
-        return []
+        return chained([])
     assert tokenizer is not None
     rows = [_prepared(row, stage, tokenizer, f"given row {index}") for index, row in enumerate(rows)]
     packed = pack(rows, stage, vocab_size=vocab_size)
     check_counted(packed, "the given rows")
-    rows = packed.to_list()
-    share_columns(rows)
-    return drop_equal_pairs(rows) if stage == "preference" else rows
+    share_columns([packed])
+    return drop_equal_pairs(packed) if stage == "preference" else packed
 
 
 def load_sets(
     stage: str, split: str, args: SplitArgs, given: Given | None, tokenizer: PreTrainedTokenizerBase
-) -> list[list[Row]]:
+) -> list[Rows]:
     """Rows of a split of each set of `--data_dir`, or those given as one set. Raises: as `load_rows`."""
     return [load_rows(stage, split, folder, given, tokenizer, args.verify) for folder in sources(args, given)]
 

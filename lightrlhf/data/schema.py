@@ -90,24 +90,6 @@ def bad_row(bad: BadRow, source: str, first: int = 0) -> UsageError:
     return UsageError(f"{where} {what}; {'prepare it again' if source else 'mend the row'}")
 
 
-def without_equal_pairs(rows: list[Row], source: str = "") -> tuple[list[Row], str]:
-    """The preference rows whose responses differ, and a note on how many do not; empty if all do.
-
-    Raises: UsageError when none does.
-    """
-    different = [
-        row
-        for row in rows
-        if len(row["chosen_input_ids"]) != len(row["rejected_input_ids"])
-        or not torch.equal(torch.as_tensor(row["chosen_input_ids"]), torch.as_tensor(row["rejected_input_ids"]))
-    ]
-    where = source or "the given rows"
-    if not different:
-        raise UsageError(f"{where}: chosen and rejected are equal in every row, so there is nothing to learn")
-    lost = len(rows) - len(different)
-    return different, f"{lost:,} pairs of {where} have two equal responses and are left out" if lost else ""
-
-
 def share_columns(rows: Iterable[Row]) -> None:
     """Give all rows the same keys in `columns`, with None where a row lacks one.
 

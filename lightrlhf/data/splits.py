@@ -1,9 +1,10 @@
 """Splits: reading, checking and writing the prepared `{stage}_{split}.pt` files.
 
-A split is a list of rows that fits in memory. Files are compared with the folder's seal (`storage/seals.py`), read with
-`weights_only=True`, so they cannot run code, and checked row by row (`schema.py`).
+A split is a file of flat rows (`flat.py`), which is mapped and was checked as it was written, or a list of dicts, which
+is checked (`schema.py`) and packed into memory. Files are compared with the folder's seal (`storage/seals.py`) and read
+with `weights_only=True`, so they cannot run code.
 
-Left out: streamed and memory-mapped datasets.
+Left out: datasets that are streamed from elsewhere.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ import torch
 
 from lightrlhf.cli.errors import UsageError, first_line, list_names
 from lightrlhf.cli.groups import DataArgs, DataSetsArgs
-from lightrlhf.data.flat import FlatRows, from_stored
-from lightrlhf.data.packing import FlatWriter, pack
-from lightrlhf.data.schema import IGNORE_INDEX, TEXTS, Row, share_columns, without_equal_pairs
+from lightrlhf.data.flat import FlatRows, Rows, View, from_stored, share_columns
+from lightrlhf.data.packing import pack, write_rows
+from lightrlhf.data.schema import IGNORE_INDEX, TEXTS, Row
 from lightrlhf.storage.seals import check_sealed, seal
 
 SPLITS = ("train", "validation", "test")
@@ -67,7 +68,7 @@ def validation_needed_unless(flag: str) -> Iterator[None]:
 
 def load_split(
     data_dir: str | Path, stage: str, split: str, verify: bool = True, vocab_size: int | None = None
-) -> list[Row]:
+) -> Rows:
     """Load the rows of `{data_dir}/{stage}_{split}.pt`; pairs of equal responses are left out, with a note.
 
     `columns` have the same keys in all rows, see `share_columns`. verify: compare the file with the folder's seal;
@@ -87,9 +88,8 @@ def load_split(
     check_sealed(Path(data_dir), [path.name, "args.json"], verify)
     rows = read_rows(path, stage, vocab_size)
     check_counted(rows, str(path))
-    listed = rows.to_list()
-    share_columns(listed)
-    return drop_equal_pairs(listed, str(path)) if stage == "preference" else listed
+    share_columns([rows])
+    return drop_equal_pairs(rows, str(path)) if stage == "preference" else rows
 
 
 def read_rows(path: Path, stage: str, vocab_size: int | None = None) -> FlatRows:
@@ -125,12 +125,16 @@ def check_ids(rows: FlatRows, source: str, vocab_size: int | None) -> None:
         raise UsageError(f"{source} holds token id {value}, but token ids lie in [0, {end:,}); prepare it again")
 
 
-def drop_equal_pairs(rows: list[Row], source: str = "") -> list[Row]:
-    """The pairs whose responses differ; prints how many do not. Raises: UsageError when none does."""
-    different, note = without_equal_pairs(rows, source)
-    if note and os.environ.get("LOCAL_RANK", "0") == "0":
-        print(note, flush=True)
-    return different
+def drop_equal_pairs(rows: Rows, source: str = "the given rows") -> Rows:
+    """The pairs whose responses differ; prints how many do not. Raises: UsageError when all are equal."""
+    longest = torch.stack([rows.column(name) for name in rows.texts]).amax(0)
+    different = rows.column("differ_at") < longest
+    lost = int((~different).sum())
+    if lost == len(rows):
+        raise UsageError(f"{source}: chosen and rejected are equal in every row, so there is nothing to learn")
+    if lost and os.environ.get("LOCAL_RANK", "0") == "0":
+        print(f"{lost:,} pairs of {source} have two equal responses and are left out", flush=True)
+    return rows.select(different.nonzero()[:, 0]) if lost else rows
 
 
 def save_split(data_dir: str | Path, stage: str, split: str, rows: Sequence[Row]) -> Path:
@@ -139,8 +143,7 @@ def save_split(data_dir: str | Path, stage: str, split: str, rows: Sequence[Row]
     Raises: UsageError naming a bad row; RunFailure when it cannot be written.
     """
     path = Path(data_dir) / f"{stage}_{split}.pt"
-    with FlatWriter(path, stage) as file:
-        file.extend(rows)
+    write_rows(path, stage, rows)
     seal(path.parent, [path.name])
     return path
 
@@ -165,18 +168,21 @@ def split_by_hash(
     return rest
 
 
-def load_prompts(data_dir: str | Path, split: str, verify: bool = True, vocab_size: int | None = None) -> list[Row]:
+def load_prompts(data_dir: str | Path, split: str, verify: bool = True, vocab_size: int | None = None) -> Rows:
     """Load rows `prompt_len, input_ids (the prompt alone), columns` from `prompts_*.pt`, else from `finetune_*.pt`."""
     if (Path(data_dir) / f"prompts_{split}.pt").is_file():
         return load_split(data_dir, "prompts", split, verify, vocab_size)
-    prompts = [
-        {"prompt_len": row["prompt_len"], "input_ids": row["input_ids"][: row["prompt_len"]], "columns": {}}
-        for row in load_split(data_dir, "finetune", split, verify, vocab_size)
-        if row["prompt_len"]
-    ]
-    if not prompts:
+    rows = load_split(data_dir, "finetune", split, verify, vocab_size)
+    lengths = rows.column("prompt_len").long()
+    prompts = rows.select(lengths.nonzero()[:, 0])
+    if not len(prompts):
         raise UsageError(f"{data_dir}/finetune_{split}.pt holds documents, no prompts; prepare data with prompts")
-    return prompts
+    return View([prompts], change=prompt_row, key="prompts", columns={"input_ids": lengths[lengths > 0]})
+
+
+def prompt_row(row: Row) -> Row:
+    """The prompt of a demonstration, as a row."""
+    return {"prompt_len": row["prompt_len"], "input_ids": row["input_ids"][: row["prompt_len"]], "columns": {}}
 
 
 def first_answer(row: Row) -> int | None:
@@ -195,13 +201,18 @@ def token_keys(row: Row) -> list[str]:
 
 def longest_text(rows: Sequence[Row]) -> int:
     """Length in tokens of the longest text of these rows."""
+    if isinstance(rows, Rows):
+        return max(int(rows.column(name).max()) for name in rows.texts)
     return max(len(row[key]) for row in rows for key in token_keys(row))
 
 
-def check_vocabulary(rows: list[Row], vocab_size: int, where: str) -> None:
+def check_vocabulary(rows: Sequence[Row], vocab_size: int, where: str) -> None:
     """Check that the model has an embedding for each token id. Raises: UsageError."""
-    ids = [torch.as_tensor(row[key]) for row in rows for key in token_keys(row) if len(row[key])]
-    smallest, largest = min(int(row.min()) for row in ids), max(int(row.max()) for row in ids)
+    if isinstance(rows, Rows):
+        smallest, largest, *_ = rows.facts()
+    else:
+        ids = [torch.as_tensor(row[key]) for row in rows for key in token_keys(row) if len(row[key])]
+        smallest, largest = min(int(row.min()) for row in ids), max(int(row.max()) for row in ids)
     if smallest < 0 or largest >= vocab_size:
         raise UsageError(
             f"{where} holds token id {min(smallest, 0) or largest}, but the model has {vocab_size} tokens; "

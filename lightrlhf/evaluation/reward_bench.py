@@ -77,7 +77,7 @@ def load_pairs(subject: Subject) -> list[Row]:
     rows = subject.questions
     if subject.tokenizer.chat_template:
         rows = [{**row, "prompt": [{"role": "user", "content": row["prompt"]}]} for row in rows]
-    return load_rows("preference", "train", subject.data_dir, rows, subject.tokenizer)
+    return load_rows("preference", "train", subject.data_dir, rows, subject.tokenizer).to_list()
 
 
 def as_dialogues(row: Row) -> Row:

@@ -53,7 +53,9 @@ def nth_opening(rows: Sequence[Dialogue], place: int, seed: int) -> Dialogue:
     return dataclasses.replace(rows[_order(len(rows), seed, epoch)[within]], index=place)
 
 
-_order = functools.cache(epoch_order)
+@functools.cache
+def _order(num_rows: int, seed: int, epoch: int) -> list[int]:
+    return epoch_order(num_rows, seed, epoch).tolist()
 
 
 def sample_turn(args: PairArgs, index: int, num_turns: int, num_prefixes: int) -> tuple[int, int]:

@@ -70,7 +70,7 @@ def generate(
     if not prompts:  # of a rank without rows
         return Completions([], [], [], 0.0)
     model = policy.model
-    check_room(model, prompts, args)
+    check_room(model, torch.tensor([*map(len, prompts)]), args)
     with inference(policy), decoding(policy):
         check_architecture(policy)
         slots = slots_type(model)(model, prompts, args, eos_ids, uniforms, num_slots, prefixes, allowed)
@@ -92,7 +92,7 @@ def generate_steps(
     The policy must be in eval mode. Between two steps adapters and gradient mode are restored, so several iterators may
     alternate on one model, and the caller may continue in another thread.
     """
-    check_room(policy.model, [prompt], args)
+    check_room(policy.model, torch.tensor([len(prompt)]), args)
     slots: Slots | None = None
     while slots is None or slots.row[0] != slots.idle_row:
         with decoding(policy):

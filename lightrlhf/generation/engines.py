@@ -68,7 +68,7 @@ class Local:
         prompts = [ids_of_prompt(self.tokenizer, row) for row in rows]
         if prompts:
             check_vocabulary([{"input_ids": ids} for ids in prompts], vocabulary_size(self.policy), "the prompts")
-            check_room(self.policy.model, prompts, args)
+            check_room(self.policy.model, torch.tensor([*map(len, prompts)]), args)
         return [{**row, "prompt_ids": ids} for row, ids in zip(rows, prompts)]
 
     def respond(self, args: EngineArgs, rows: Sequence[Row]) -> list[Row]:

@@ -17,6 +17,7 @@ from torch import nn
 
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.cli.groups import SamplingArgs
+from lightrlhf.data.flat import Rows
 from lightrlhf.data.splits import Row
 from lightrlhf.data.types import Tokenizer
 from lightrlhf.generation.engine import generate
@@ -57,6 +58,9 @@ class HeldOut:
     @staticmethod
     def _first_prompts(rows: Sequence[Row], longest: int, number: int) -> list[list[int]]:
         prompts: dict[tuple[int, ...], None] = {}
+        if isinstance(rows, Rows):
+            lengths = rows.column("prompt_len")
+            rows = rows.select(((lengths > 0) & (lengths <= longest)).nonzero()[:, 0])
         for row in rows:
             if len(prompts) == number:
                 break

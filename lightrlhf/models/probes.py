@@ -69,7 +69,7 @@ def note_flash() -> None:
         print("--attn_implementation flash_attention_2: texts are not packed, for it takes no such mask")
 
 
-def check_positions(rows: list[Row], module: Policy | ScalarModel, where: str) -> None:
+def check_positions(rows: Sequence[Row], module: Policy | ScalarModel, where: str) -> None:
     """Check that each row fits into the model's positions. Raises: UsageError."""
     limit = getattr(module.model.config, "max_position_embeddings", None)
     longest = longest_text(rows)
@@ -80,22 +80,21 @@ def check_positions(rows: list[Row], module: Policy | ScalarModel, where: str) -
         )
 
 
-def check_room(model: PreTrainedModel, prompts: Sequence[Sequence[int]], args: SamplingArgs) -> None:
-    """Check that prompts have tokens and fit with their responses into the model's positions, and that its vocabulary
-    has the end tokens.
+def check_room(model: PreTrainedModel, lengths: Tensor, args: SamplingArgs) -> None:
+    """Check that prompts of these lengths (N,) have tokens and fit with their responses into the model's positions, and
+    that its vocabulary has the end tokens.
 
     Raises: UsageError.
     """
-    for number, prompt in enumerate(prompts, 1):
-        if not len(prompt):
-            count = len(prompts)
-            raise UsageError(f"prompt {number} of {count} has no tokens; give it one, such as the tokenizer's BOS")
+    if not lengths.all():
+        number, count = int(lengths.bool().long().argmin()) + 1, len(lengths)
+        raise UsageError(f"prompt {number} of {count} has no tokens; give it one, such as the tokenizer's BOS")
     size = embedding_rows(model)
     for index in args.eos_ids:
         if index >= size:
             raise UsageError(f"--eos_ids {index}: the model has {size} tokens; give ids below {size}")
     limit = getattr(model.config, "max_position_embeddings", None)
-    longest = max(map(len, prompts))
+    longest = int(lengths.max())
     if limit and longest >= limit:
         raise UsageError(
             f"a prompt of {longest} tokens fills the model's {limit} positions and leaves no room for a response; "

@@ -2,8 +2,10 @@
 
 A seal binds content to a name, so a test split copied over the training split is noticed as a flipped bit is. A
 checkpoint and a stored base are written and sealed whole; in a folder of prepared data, and in an experiment dir,
-only what is read is compared. Files that were changed on purpose are accepted by
-`python -m lightrlhf.storage.seals FOLDER`, which seals the folder as it is now.
+only what is read is compared. A large file of data that has the size and date noted in the manifest is taken for
+unchanged, so that a start reads no data as a whole; `python -m lightrlhf.storage.seals --verify FOLDER` compares the
+content of all files. Files that were changed on purpose are accepted by `python -m lightrlhf.storage.seals FOLDER`,
+which seals the folder as it is now.
 
 Left out: signatures. A seal finds accidents and mistakes, not somebody who writes a new manifest.
 """
@@ -18,12 +20,14 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from lightrlhf.cli.errors import UsageError, one_line_errors
 from lightrlhf.storage.temporary import temporary_path
 from lightrlhf.storage.writing import sync_folder, write_text, writing
 
 MANIFEST = "manifest.json"
+LARGE = 1 << 24  # bytes from which size and date are compared instead of the content
 OURS = (MANIFEST, "args.json", "config.json", "adapter_config.json", "tokenizer_config.json", "report.json")
 
 
@@ -69,17 +73,50 @@ def _hash_and_sync(file: Path) -> str:
     return sha256(file)
 
 
+class Noted(NamedTuple):
+    """A file in a manifest; `write_folder` notes the hash alone."""
+
+    sha256: str
+    bytes: int = -1
+    mtime_ns: int = -1
+
+    @classmethod
+    def of(cls, file: Path) -> Noted:
+        """A file as it is now."""
+        before = file.stat()
+        return cls(sha256(file), before.st_size, before.st_mtime_ns)
+
+    def has_date_of(self, file: Path) -> bool:
+        """Whether a file is large and has the noted size and date."""
+        now = file.stat()
+        return now.st_size >= LARGE and self[1:] == (now.st_size, now.st_mtime_ns)
+
+
 def read_manifest(folder: Path) -> dict[str, str]:
     """SHA-256 by file name. Raises: FileNotFoundError, or ValueError when the manifest is damaged."""
+    return {name: one.sha256 for name, one in read_notes(folder).items()}
+
+
+def read_notes(folder: Path) -> dict[str, Noted]:
+    """The manifest by file name. Raises: FileNotFoundError, or ValueError when it is damaged."""
     try:
-        hashes = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        stored = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        return {name: Noted(one) if isinstance(one, str) else Noted(**one) for name, one in stored.items()}
     except FileNotFoundError:
         raise
     except (OSError, RecursionError) as problem:
         raise ValueError(f"{MANIFEST} cannot be read: {problem}") from None
-    if not isinstance(hashes, dict) or not all(isinstance(one, str) for one in hashes.values()):
-        raise ValueError(f"{MANIFEST} holds no hashes")
-    return hashes
+    except (TypeError, AttributeError):
+        raise ValueError(f"{MANIFEST} holds no hashes") from None
+
+
+def content_hash(file: Path) -> str:
+    """SHA-256 of a file; of a large file whose size and date are in the manifest beside it, the noted one."""
+    try:
+        noted = read_notes(file.parent).get(file.name)
+    except (FileNotFoundError, ValueError):
+        noted = None
+    return noted.sha256 if noted and noted.has_date_of(file) else sha256(file)
 
 
 def sealed_files(folder: Path) -> list[str]:
@@ -100,27 +137,29 @@ def accepting(folder: Path) -> str:
 
 
 def seal(folder: Path, names: Iterable[str], before: Path | None = None) -> None:
-    """Note the hashes of files that were written to a folder; a name may be a folder in it.
+    """Note the hashes, sizes and dates of files that were written to a folder; a name may be a folder in it.
 
-    Other files keep the hashes they had (in `before`, which `folder` will replace); in a folder that had no
-    manifest their present hashes are noted. Raises: OSError.
+    Other files keep the notes they had (in `before`, which `folder` will replace); in a folder that had no manifest
+    they are noted as they are now. Raises: OSError.
     """
     names, earlier = list(names), before or folder
     try:
-        hashes = read_manifest(earlier)
+        notes = read_notes(earlier)
     except FileNotFoundError:
-        hashes = {name: sha256(earlier / name) for name in sealed_files(earlier) if not _within(name, names)}
+        notes = {name: Noted.of(earlier / name) for name in sealed_files(earlier) if not _within(name, names)}
     except ValueError:
-        hashes = {}  # a damaged manifest: its files then count as added, until the folder is sealed again
-    hashes = {name: one for name, one in hashes.items() if (earlier / name).is_file() and not _within(name, names)}
-    hashes |= {name: sha256(folder / name) for name in sealed_files(folder) if _within(name, names)}
-    write_text(folder / MANIFEST, json.dumps(hashes, indent=1, sort_keys=True))
+        notes = {}  # a damaged manifest: its files then count as added, until the folder is sealed again
+    notes = {name: one for name, one in notes.items() if (earlier / name).is_file() and not _within(name, names)}
+    notes |= {name: Noted.of(folder / name) for name in sealed_files(folder) if _within(name, names)}
+    stored = {name: one._asdict() for name, one in notes.items()}
+    write_text(folder / MANIFEST, json.dumps(stored, indent=1, sort_keys=True))
 
 
 def check_sealed(folder: Path, names: Iterable[str], verify: bool = True, remedy: str = "") -> None:
     """Compare files that are about to be read with the folder's seal; a name may be a folder, whose files all count.
 
-    A folder that was prepared before there were seals is read with one warning. verify False: nothing is compared;
+    A folder that was prepared before there were seals is read with one warning. Of a large file size and date are
+    compared, and the content if they differ. verify False: nothing is compared;
     remedy: how to go on, by default that for prepared data.
     Raises: UsageError naming the first file that is not what was written, and how to go on.
     """
@@ -128,34 +167,36 @@ def check_sealed(folder: Path, names: Iterable[str], verify: bool = True, remedy
         return
     remedy = remedy or f"prepare it again, {accepting(folder)}, or give --verify False"
     try:
-        hashes = read_manifest(folder)
+        notes = read_notes(folder)
     except FileNotFoundError:
         return _warn_unsealed(str(folder))
     except ValueError:
         raise UsageError(f"{folder / MANIFEST} is damaged; {remedy}") from None
-    if changed := _first_change(folder, _expanded(folder, names, hashes), hashes):
+    if changed := _first_change(folder, _expanded(folder, names, notes), notes, by_date=True):
         raise UsageError(f"{folder}/{changed}; {remedy}")
 
 
 def damage(folder: Path) -> str | None:
     """What is wrong with a folder by its manifest, the first that is found; None if nothing is."""
     try:
-        hashes = read_manifest(folder)
+        notes = read_notes(folder)
     except FileNotFoundError:
         return f"it has no {MANIFEST}"
     except ValueError:
         return f"{MANIFEST} cannot be read"
-    return _first_change(folder, sorted({*sealed_files(folder), *hashes}), hashes)
+    return _first_change(folder, sorted({*sealed_files(folder), *notes}), notes)
 
 
-def _first_change(folder: Path, names: Iterable[str], hashes: dict[str, str]) -> str | None:
-    """The first of these files that is not as it was sealed, and what is wrong with it."""
+def _first_change(folder: Path, names: Iterable[str], notes: dict[str, Noted], by_date: bool = False) -> str | None:
+    """The first of these files that is not as it was sealed, and what is wrong with it; by_date: of large files."""
     for name in names:
         if not (folder / name).is_file():
             return f"{name} is missing"
-        if name not in hashes:
+        if name not in notes:
             return f"{name} was added after the folder was written"
-        if sha256(folder / name) != hashes[name]:
+        if by_date and notes[name].has_date_of(folder / name):
+            continue
+        if sha256(folder / name) != notes[name].sha256:
             return f"{name} is not what was written"
     return None
 
@@ -165,10 +206,10 @@ def _within(name: str, parents: Sequence[str]) -> bool:
     return any(name == parent or name.startswith(f"{parent}/") for parent in parents)
 
 
-def _expanded(folder: Path, names: Iterable[str], hashes: dict[str, str]) -> Iterator[str]:
+def _expanded(folder: Path, names: Iterable[str], notes: dict[str, Noted]) -> Iterator[str]:
     """The files of these names, on disk or sealed; a single file that is neither is left out."""
     for name in names:
-        sealed = {file for file in hashes if _within(file, [name])}
+        sealed = {file for file in notes if _within(file, [name])}
         if (folder / name).is_dir():
             sealed |= {f"{name}/{file}" for file in sealed_files(folder / name)}
         elif (folder / name).exists():
@@ -185,16 +226,22 @@ def _warn_unsealed(folder: str) -> None:
 
 @one_line_errors
 def main(argv: list[str] | None = None) -> None:
-    """Seal folders as they are now, and print what had changed."""
+    """Seal folders as they are now, and print what had changed; or verify them."""
     parser = argparse.ArgumentParser(prog="python -m lightrlhf.storage.seals", description=main.__doc__)
     parser.add_argument("folder", nargs="+", type=Path, help="prepared data, a run, a checkpoint or a stored base")
-    folders: list[Path] = parser.parse_args(argv).folder
+    parser.add_argument("--verify", action="store_true", help="compare the content of all files with the seal instead")
+    args = parser.parse_args(argv)
+    folders: list[Path] = args.folder
     for folder in folders:
         if not folder.is_dir():
             raise UsageError(f"{folder} is not a folder")
         if not any((folder / name).is_file() for name in OURS):
             raise UsageError(f"{folder} is neither prepared data nor a run, a checkpoint or a stored base")
-    for folder in folders:
+    for folder in folders if args.verify else ():
+        if found := damage(folder):
+            raise UsageError(f"{folder}: {found}")
+        print(f"{folder}: {len(read_manifest(folder))} files are as they were written")
+    for folder in () if args.verify else folders:
         try:
             before = read_manifest(folder)
         except (FileNotFoundError, ValueError):

@@ -19,6 +19,7 @@ from torch import Tensor
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.cli.groups import StartArgs, TrainArgs
 from lightrlhf.cli.parser import to_dict
+from lightrlhf.data.flat import Rows
 from lightrlhf.storage.curves import NO_SETTINGS
 from lightrlhf.training.sources import RESTORE, find_changed_source, sources_of
 
@@ -64,6 +65,8 @@ class Beginning:
 
     def fix_rows(self, rows: Sequence[Any], batch_size: int, source: str) -> None:
         """Fix the rows of the run and the number of rows per step on each rank."""
+        if isinstance(rows, Rows) and ", sha256 " in str(self.before.get("began", {}).get("rows")):
+            rows = rows.to_list()  # a run of an earlier version, which hashed rows one by one
         is_given = bool({"rows", "prompts", "dialogues"} & self.given.keys())  # then `check_given` has compared them
         self.fix("rows", f"{len(rows)} rows" if is_given else describe_rows(rows), f"the content of {source} is")
         self.fix("rows_of_a_step", batch_size * self.ranks, "the number of rows of a step is")
@@ -95,6 +98,8 @@ class Beginning:
 
 def describe_rows(rows: Sequence[Any]) -> str:
     """The number of rows and their hash, for errors and `args.json`."""
+    if isinstance(rows, Rows):
+        return f"{len(rows)} rows, digest {rows.digest()[:16]}"
     return f"{len(rows)} rows, sha256 {hash_rows(rows)}"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.cli.fields import at_least, flag, positive
 from lightrlhf.cli.groups import FrozenArgs, StartArgs, TrainArgs
+from lightrlhf.data.flat import Rows, View, chained
 from lightrlhf.data.mixtures import interleave
 from lightrlhf.data.rows import Given, SplitArgs, Splits, sources
 from lightrlhf.data.splits import Row, token_keys
@@ -58,7 +60,7 @@ class PreferenceArgs(TrainArgs, StartArgs):
 
 
 def read_splits(
-    read: Callable[[str, str], tuple[list[Row], list[str]]], args: SplitArgs, given: Given | None
+    read: Callable[[str, str], tuple[Rows, list[str]]], args: SplitArgs, given: Given | None
 ) -> Splits[Row]:
     """The rows that `read` gives for a split and a set's folder, with its notes on training rows."""
     loaded = [read("train", folder) for folder in sources(args, given)]
@@ -80,19 +82,38 @@ def source_of(stage: str, split: str, folder: str, given: Given | None, other: s
     return str(path)
 
 
-def truncate(row: Row, args: PreferenceArgs) -> Row:
-    """Truncate the prompt to `max_prompt_length`, then its responses to the rest of `max_length`.
+def truncated(rows: Rows, args: PreferenceArgs) -> tuple[Rows, Tensor]:
+    """The rows with prompts of `max_prompt_length` and responses of the rest of `max_length`, and the room (N,) of
+    each response.
 
-    A truncated response gets no end token. Returns the row itself when nothing is too long.
+    A truncated response gets no end token. Raises: UsageError when a prompt leaves no room for a response.
     """
+    starts = rows.column("prompt_len").long()
+    prompts = starts.clamp(max=args.max_prompt_length or 2**31)  # (N,)
+    room = (args.max_length or 2**31) - prompts
+    if not (room > 0).all():
+        raise UsageError(
+            f"--max_length {args.max_length} leaves no room for a response after a prompt of "
+            f"{int(prompts[room < 1][0])} tokens; give --max_prompt_length {(args.max_length or 0) // 2 or 1} too"
+        )
+    lengths = {name: prompts + torch.minimum(rows.column(name) - starts, room) for name in rows.texts}
+    if all(torch.equal(one, rows.column(name)) for name, one in lengths.items()):
+        return rows, room
+    key = f"{args.max_length} {args.max_prompt_length} {args.truncation_mode}"
+    return View([rows], None, partial(truncate, args=args), key, {"prompt_len": prompts, **lengths}), room
+
+
+def number_shortened(rows: Rows, truncated: Rows) -> int:
+    """How many of the rows were truncated."""
+    shorter = [rows.column(name) > truncated.column(name) for name in ("prompt_len", *rows.texts)]
+    return int(torch.stack(shorter).any(0).sum())
+
+
+def truncate(row: Row, args: PreferenceArgs) -> Row:
+    """A row truncated as `truncated` says; the row itself when nothing is too long."""
     start = row["prompt_len"]
     prompt_len = min(start, args.max_prompt_length or start)
-    room = (args.max_length or 2**62) - prompt_len
-    if args.max_length and room < 1:
-        raise UsageError(
-            f"--max_length {args.max_length} leaves no room for a response after a prompt of {prompt_len} tokens; "
-            f"give --max_prompt_length {args.max_length // 2 or 1} too"
-        )
+    room = (args.max_length or 2**31) - prompt_len
     sides = {name: row[name] for name in token_keys(row)}
     if prompt_len == start and all(len(ids) - start <= room for ids in sides.values()):
         return row
@@ -113,7 +134,7 @@ def load_reference(run: Run, start: Start[Policy, Row]) -> Policy:
     load_tokenizer(args.data_dir if is_prepared else None, args.ref_model, verify=args.verify)  # refuses another one
     plain = FrozenArgs(trust_remote_code=args.trust_remote_code, base_dtype=args.base_dtype)
     reference = load_policy(args.ref_model, plain, start.tokenizer, "--ref_model")
-    check_texts(args, reference, start.rows + start.held_out)
+    check_texts(args, reference, chained([start.rows, start.held_out]))
     enable_packing(reference)
     return reference
 

@@ -28,7 +28,7 @@ from lightrlhf.cli.parser import to_dict
 from lightrlhf.cli.patience import RANK, patience
 from lightrlhf.models.loading import find_device
 from lightrlhf.models.sharding import shard_layers
-from lightrlhf.storage.seals import sha256
+from lightrlhf.storage.seals import content_hash
 from lightrlhf.training.loss_scale import scaled_precision
 from lightrlhf.training.restarts import check_restarts
 from lightrlhf.training.watchdog import COLLECTIVE_GRACE
@@ -167,7 +167,7 @@ def check_same(fabric: Any, args: TrainArgs) -> None:
     folders = args.data_dirs if isinstance(args, DataArgs | DataSetsArgs) else []
     paths = [(number, path) for number, folder in enumerate(folders) for path in sorted(Path(folder).glob("*.pt"))]
     paths = [(number, path) for number, path in paths if "logprobs" not in path.name]  # what runs keep next to the data
-    files = {f"{path.name}{f' of set {n + 1}' if len(folders) > 1 else ''}": sha256(path) for n, path in paths}
+    files = {f"{path.name}{f' of set {n + 1}' if len(folders) > 1 else ''}": content_hash(path) for n, path in paths}
     flags = {name: value for name, value in to_dict(args).items() if name not in OWN_TO_RANK}
     gathered: list[Any] = [None] * fabric.world_size
     torch.distributed.all_gather_object(gathered, (flags, files))

@@ -92,9 +92,9 @@ class Order:
         order = epoch_order(num_rows, self.args.seed, epoch)
         if self._sizes:
             order = mixed_order(self._sizes, tuple(self.weights), self.args.seed, epoch)
-        chosen = order[index * size : (index + 1) * size]
+        chosen: list[int] = order[index * size : (index + 1) * size].tolist()
         if len(chosen) < self.ranks.world_size:  # too few for a row per rank: borrow from the epoch's start
-            chosen += order[: self.ranks.world_size - len(chosen)]
+            chosen += order[: self.ranks.world_size - len(chosen)].tolist()
         return chosen
 
     def global_batch(self, rows: Sequence[Row], step: int, batch_size: int) -> list[Row]:
@@ -106,10 +106,10 @@ class Order:
         """Batches of an evaluation, None for all; one in a dry run."""
         return 1 if self.args.dry_run else self.args.eval_iters if isinstance(self.args, EvalArgs) else None
 
-    def eval_rows(self, rows: Sequence[Item], batch_size: int) -> list[Item]:
+    def eval_rows(self, rows: Sequence[Item], batch_size: int) -> Sequence[Item]:
         """The first `--eval_iters` batches of all ranks, or all rows."""
         limit = self.eval_iters
-        return list(rows[: limit * batch_size * self.ranks.world_size if limit else None])
+        return rows[: limit * batch_size * self.ranks.world_size] if limit else rows
 
     def name_rows(self, kind: str, names: Sequence[Any] | None = None) -> None:
         """Set how errors name rows, instead of by their numbers."""

@@ -19,6 +19,7 @@ from lightrlhf.cli.errors import UsageError
 from lightrlhf.cli.groups import TrainArgs
 from lightrlhf.cli.patience import RANK, patience
 from lightrlhf.data.batch import mix_seed
+from lightrlhf.data.flat import Rows
 from lightrlhf.storage.shards import Shard
 from lightrlhf.training.distributed import tensor_parallel
 from lightrlhf.training.watchdog import RankWatchdog
@@ -132,9 +133,13 @@ class Ranks:
             self.watchdog = None
 
     # ------------------------------------------------------------------------------------------- each rank's part
-    def shard(self, rows: Sequence[Item] | Tensor) -> list[Any]:
-        """This rank's contiguous shard of the rows of a global batch; sizes differ by at most one."""
-        return list(rows[Shard(self.rank, self.world_size).span(len(rows))])
+    def shard(self, rows: Sequence[Item] | Tensor) -> Any:
+        """This rank's contiguous shard of the rows of a global batch; sizes differ by at most one.
+
+        A list, but of `Rows` a view.
+        """
+        mine = rows[Shard(self.rank, self.world_size).span(len(rows))]
+        return mine if isinstance(mine, Rows) else list(mine)
 
     def pad_passes(self, parts: Iterable[Item]) -> list[Any]:
         """This rank's micro-batches, padded with empty ones under `fsdp` so that all ranks run equally many passes.

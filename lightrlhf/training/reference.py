@@ -25,7 +25,8 @@ from torch import Tensor, nn
 
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.data.batch import Batch, micro_batch_indices
-from lightrlhf.data.splits import Row, token_keys
+from lightrlhf.data.flat import Rows, View
+from lightrlhf.data.splits import Row
 from lightrlhf.models.forward import inference
 from lightrlhf.models.roles import Policy, policy_inputs
 from lightrlhf.models.saving import hash_weights
@@ -42,8 +43,8 @@ Collate = Callable[[Sequence[Row]], Batch]  # b rows -> S * b texts: all first s
 Parts = dict[str, Tensor]
 
 
-class Rows(Protocol):
-    """A list of rows, or a function that makes it on demand."""
+class AnyRows(Protocol):
+    """Rows, or a function that makes one on demand."""
 
     def __len__(self) -> int: ...
 
@@ -112,7 +113,7 @@ def replay_dropout(device: torch.device) -> Iterator[None]:
 def score_before_training(
     run: Run,
     model: Policy,
-    rows: Rows,
+    rows: AnyRows,
     parts: Sequence[Sequence[int]],
     score: Callable[[Policy, list[Row]], Tensor],
     digest: str,
@@ -136,24 +137,20 @@ def score_before_training(
     return Scored(state, by_place(state, len(rows)))
 
 
-def fingerprint(model: Policy, rows: Sequence[Row], key: tuple[float, ...] = ()) -> str:
-    """SHA-256 of a model's weights and of the rows' tokens and masks, and of a key if there is one."""
+def fingerprint(model: Policy, rows: Rows, key: tuple[float, ...] = ()) -> str:
+    """SHA-256 of a model's weights and of the rows, and of a key if there is one."""
     digest = hash_weights(model)
-    for row in rows:
-        names = [*token_keys(row), *sorted(name for name in row if name.endswith("action_mask"))]
-        digest.update(repr((row.get("prompt_len"), [torch.as_tensor(row[name]).tolist() for name in names])).encode())
+    digest.update(rows.digest().encode())
     if key:
         digest.update(repr(key).encode())
     return digest.hexdigest()
 
 
-def with_reference(rows: Sequence[Row], logps: Tensor | None) -> list[Row]:
+def with_reference(rows: Rows, logps: Tensor | None) -> View:
     """The rows with the log-probabilities of their sides under the reference, the first of (S, N); 0 without one."""
-    if not rows:
-        return []
-    names = [f"ref_{name.replace('input_ids', 'logps')}" for name in token_keys(rows[0])]
+    names = [f"ref_{name.replace('input_ids', 'logps')}" for name in rows.texts]
     values = torch.zeros(len(names), len(rows)) if logps is None else logps[:, : len(rows)]
-    return [{**row, **dict(zip(names, column))} for row, column in zip(rows, values.T.tolist(), strict=True)]
+    return View([rows], columns=dict(zip(names, values)))
 
 
 # ------------------------------------------------------------------------------------------- which rows are scored

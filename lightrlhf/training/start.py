@@ -5,12 +5,13 @@ Left out: everything that later steps read. A program sets up its learners itsel
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from lightrlhf.cli.fields import check_args
 from lightrlhf.cli.groups import DataArgs, DataSetsArgs, ModelArgs, SamplingArgs, TrainArgs
+from lightrlhf.data.flat import Rows, chained
 from lightrlhf.data.rows import Splits
 from lightrlhf.data.splits import Row, check_data_dir, check_vocabulary, validation_needed_unless
 from lightrlhf.data.types import PreTrainedModel, Tokenizer
@@ -33,8 +34,8 @@ class Start(Generic[Role, Item]):
 
     tokenizer: Tokenizer
     policy: Role  # the model that is trained; a reward model where one is
-    rows: list[Item]  # of training
-    held_out: list[Item]  # of validation; empty where none are read
+    rows: Sequence[Item]  # of training
+    held_out: Sequence[Item]  # of validation; empty where none are read
     resumed: dict[str, Any]  # the loop's own state in the checkpoint that the run goes on from; else empty
 
 
@@ -44,7 +45,7 @@ def begin(
     program: str,
     load_data: Callable[[AnyArgs, Any, Tokenizer], Splits[Item]],
     load_model: Callable[[PreTrainedModel | Policy | None, AnyArgs, Tokenizer], Role],
-    check: Callable[[AnyArgs, Role, list[Item]], None],
+    check: Callable[[AnyArgs, Role, Sequence[Item]], None],
     given: Mapping[str, Any],
     on_step: OnStep | None,
 ) -> tuple[Run[AnyArgs], Start[Role, Item]]:
@@ -66,8 +67,8 @@ def begin(
         splits = load_data(args, given[name] if name else None, tokenizer)
     run = Run(args, program, on_step, described, data=f"given/{name}" if name else None)
     model = load_model(given["policy"], args, tokenizer)
-    every = [row for one in splits.sets for row in one]
-    check(args, model, every + splits.held_out)
+    every = splits.sets[0] if len(splits.sets) == 1 else chained(splits.sets)
+    check(args, model, chained([every, splits.held_out]))
     enable_packing(model)
     for note in splits.notes:
         run.print0(note)
@@ -76,14 +77,14 @@ def begin(
     return run, Start(tokenizer, model, every, splits.held_out, resumed)
 
 
-def check_texts(args: DataArgs | DataSetsArgs, model: Policy | ScalarModel, rows: list[Row]) -> None:
+def check_texts(args: DataArgs | DataSetsArgs, model: Policy | ScalarModel, rows: Sequence[Row]) -> None:
     """Raises: UsageError when the model has no embedding for a token of the rows, or too few positions."""
     check_vocabulary(rows, vocabulary_size(model), args.data_name)
     check_positions(rows, model, args.data_name)
 
 
-def check_prompts(args: DataSetsArgs, policy: Policy, rows: list[Row]) -> None:
+def check_prompts(args: DataSetsArgs, policy: Policy, rows: Sequence[Row]) -> None:
     """Raises: UsageError when prompts do not fit into the model with their responses."""
     check_vocabulary(rows, vocabulary_size(policy), args.data_name)
-    assert isinstance(args, SamplingArgs)
-    check_room(policy.model, [row["input_ids"] for row in rows], args)
+    assert isinstance(args, SamplingArgs) and isinstance(rows, Rows)
+    check_room(policy.model, rows.column("input_ids"), args)

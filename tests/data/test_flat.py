@@ -1,7 +1,5 @@
 """Flat rows: what is written comes back as it was, views read the rows they name, and damage is one line."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import signal
@@ -15,7 +13,7 @@ from helpers.errors import error_naming
 from helpers.flat import made, plain, write
 
 from lightrlhf.cli.errors import RunFailure, UsageError
-from lightrlhf.data.flat import View, joined, share_columns
+from lightrlhf.data.flat import View, chained, share_columns
 from lightrlhf.data.packing import CHUNK, FlatWriter, pack
 from lightrlhf.data.plain_json import decode, encode
 from lightrlhf.data.schema import FIELDS, IGNORE_INDEX
@@ -48,7 +46,7 @@ def test_rows_come_back_as_they_were(stage, count, tmp_path):
 def test_views_read_the_rows_that_they_name(tmp_path):
     one, two = (made("preference", count, seed=count) for count in (50, 9))
     parts = [write(tmp_path / "one.pt", "preference", one), pack(two, "preference")]
-    whole, listed = joined(parts), one + two
+    whole, listed = chained(parts), one + two
     assert plain(list(whole)) == plain(listed)
     for cut in (slice(3, 55), slice(None, None, -7), slice(60, 70), slice(-4, None)):
         assert plain(whole[cut].to_list()) == plain(listed[cut])
@@ -64,7 +62,7 @@ def test_views_read_the_rows_that_they_name(tmp_path):
                columns={"score": scores, "chosen_input_ids": lengths})  # fmt: skip
     assert cut[52:].to_list()[1]["score"] == 53 / 3 and len(cut[53]["chosen_input_ids"]) == 2
     assert cut[52:].column("chosen_input_ids").tolist() == [2] * 7 and len(cut[53]["rejected_input_ids"]) > 2
-    views = (whole, whole[:50], whole[::-1], cut, joined(parts[::-1]))
+    views = (whole, whole[:50], whole[::-1], cut, chained(parts[::-1]))
     assert len({one.digest() for one in views}) == len(views)
 
 
@@ -191,7 +189,7 @@ def test_json_that_is_damaged_names_its_row(tmp_path):
 
 def test_rows_travel_to_another_process_by_name(tmp_path):
     rows = write(tmp_path / "split.pt", "finetune", made("finetune", 3000))
-    for one in (rows, rows[5:], joined([rows, rows])):
+    for one in (rows, rows[5:], chained([rows, rows])):
         sent = pickle.dumps(one)
         assert len(sent) < 30_000 and plain(pickle.loads(sent).to_list()) == plain(one.to_list())
     given = pack(made("finetune", 3), "finetune")

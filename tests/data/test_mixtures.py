@@ -18,7 +18,7 @@ def set_of(sizes, index: int) -> int:
 @given(MIXTURES, st.integers(0, 99), st.integers(0, 5))
 def test_an_epoch_has_each_sets_share(mixture, seed, epoch):
     sizes, weights = map(tuple, zip(*mixture))
-    order, shares = mixed_order(sizes, weights, seed, epoch), mixed_shares(sizes, weights)
+    order, shares = mixed_order(sizes, weights, seed, epoch).tolist(), mixed_shares(sizes, weights)
     assert len(order) == sum(shares) == sum(sizes)
     counts = Counter(set_of(sizes, index) for index in order)
     assert [counts[number] for number in range(len(sizes))] == shares
@@ -29,7 +29,7 @@ def test_an_epoch_has_each_sets_share(mixture, seed, epoch):
 @given(MIXTURES, st.integers(0, 99))
 def test_no_row_comes_a_second_time_before_all_others_of_its_set(mixture, seed):
     sizes, weights = map(tuple, zip(*mixture))
-    drawn = Counter(index for epoch in range(4) for index in mixed_order(sizes, weights, seed, epoch))
+    drawn = Counter(index for epoch in range(4) for index in mixed_order(sizes, weights, seed, epoch).tolist())
     start = 0
     for size in sizes:
         times = [drawn[index] for index in range(start, start + size)]
@@ -39,7 +39,7 @@ def test_no_row_comes_a_second_time_before_all_others_of_its_set(mixture, seed):
 
 def test_the_order_depends_on_seed_and_epoch_and_is_mixed():
     sizes, weights = (60, 20), (1.0, 1.0)
-    orders = [mixed_order(sizes, weights, *key) for key in ((1, 0), (1, 0), (1, 1), (2, 0))]
+    orders = [mixed_order(sizes, weights, *key).tolist() for key in ((1, 0), (1, 0), (1, 1), (2, 0))]
     assert orders[0] == orders[1] and orders[0] != orders[2] != orders[3] != orders[0]
     for quarter in range(4):  # each about half of one set
         few = sum(index >= 60 for index in orders[0][20 * quarter : 20 * quarter + 20])
@@ -66,4 +66,4 @@ def test_interleaved_rows_are_all_rows_and_spread_evenly(sets):
 
 @pytest.mark.parametrize("rows", [[], [1, 2, 3]])
 def test_one_set_stays_as_it_is(rows):
-    assert interleave([rows]) == rows
+    assert list(interleave([rows])) == rows

@@ -75,7 +75,7 @@ def test_what_a_template_leaves_out_and_what_is_rendered_already_are_refused():
 def test_no_given_rows_to_train_on_are_refused_and_no_given_validation_is_none():
     with error_naming(UsageError, "prompts"):
         load_rows("prompts", "train", "", [], None)
-    assert load_rows("prompts", "validation", "", [{"prompt": "Hi"}], None) == []
+    assert load_rows("prompts", "validation", "", [{"prompt": "Hi"}], None).to_list() == []
 
 
 def test_the_first_answer_of_a_dialogue():

@@ -12,6 +12,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from helpers.flat import stored_rows
 from helpers.programs import main_of
 
 from lightrlhf.cli.errors import UsageError
@@ -182,7 +183,7 @@ def test_programs(program, cafe_data, base_model, tmp_path, case, capsys):
     stage, wrong = PROGRAMS[program]
     for verify in (True, False):
         data = shutil.copytree(cafe_data, tmp_path / str(verify))
-        rows = torch.load(data / f"{stage}_train.pt", weights_only=True)
+        rows = stored_rows(data / f"{stage}_train.pt")
         rows[1] = {**rows[1], **wrong}
         torch.save(rows, data / f"{stage}_train.pt")
         flags = ["--data_dir", str(data), "--model_name", str(base_model), "--log_dir", str(tmp_path / "logs")]

@@ -15,6 +15,7 @@ import torch
 from helpers import environment
 from helpers.data import arguments, collected, every, gpt2_like, write_lines
 from helpers.errors import error_naming
+from helpers.flat import stored_rows
 from helpers.processes import PATIENCE, started
 from transformers import AutoTokenizer
 
@@ -102,9 +103,7 @@ def test_stages_one_after_the_other_are_the_stages_of_one_run(write):
         apart, report = write(rows, "apart", split="2,4,4", stage=stage)
     assert set(report["files"]) == {f"{stage}_{split}" for stage in ("finetune", "preference") for split in SPLITS}
     for name in report["files"]:
-        assert plain(torch.load(apart / f"{name}.pt", weights_only=True)) == plain(
-            torch.load(together / f"{name}.pt", weights_only=True)
-        )
+        assert plain(stored_rows(apart / f"{name}.pt")) == plain(stored_rows(together / f"{name}.pt"))
 
 
 def plain(rows: list[dict]) -> list[dict]:
@@ -255,7 +254,7 @@ def test_files_hold_the_contract(write):
     row = load_split(folder, "finetune", "train")[0]
     n = row["prompt_len"]
     assert row["targets"][:n].tolist() == [IGNORE_INDEX] * n and (row["targets"][n:] != IGNORE_INDEX).all()
-    talk = torch.load(folder / "dialogue_train.pt", weights_only=True)[0]
+    talk = stored_rows(folder / "dialogue_train.pt")[0]
     assert set(talk) == {"messages", "input_ids", "turn_spans"} and len(talk["turn_spans"]) == 2
     example = torch.load(folder / "example_prompt.pt", weights_only=True)
     assert set(example) == {"prompt", "input_ids", "attention_mask"} and example["prompt"].startswith("Human: hello")

@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from helpers.data import gpt2_like
+from helpers.flat import stored_rows
 from helpers.pages import blocks, commands_of
 
 from lightrlhf.cli.parser import parse
@@ -46,5 +46,5 @@ def test_the_commands_of_the_page_prepare_data(tmp_path):
         )
         assert done.returncode == 0, done.stderr
     for name in ("mine", "questions"):
-        assert torch.load(tmp_path / "data" / name / "finetune_train.pt", weights_only=True)
+        assert stored_rows(tmp_path / "data" / name / "finetune_train.pt")
     assert "⟦" in (tmp_path / "data" / "votes" / "report.md").read_text()

@@ -1,5 +1,6 @@
 """Models and data of the runs, made once by the base: `python inputs.py FOLDER`."""
 
+import copy
 import shutil
 import sys
 from pathlib import Path
@@ -75,14 +76,22 @@ def copied(source: Path, folder: Path) -> Path:
 def part_of(source: Path, folder: Path, first: int, last: int) -> None:
     """Write a copy with the rows first … last-1 of each training split."""
     for path in copied(source, folder).glob("*_train.pt"):
-        torch.save(torch.load(path, weights_only=True)[first:last], path)
+        torch.save(rows_of(path)[first:last], path)
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    """The rows of a split's file, of any layout."""
+    from lightrlhf.data.splits import load_split
+
+    stage, _, split = path.stem.rpartition("_")
+    return copy.deepcopy(list(load_split(path.parent, stage, split, verify=False)))  # which are mapped from the file
 
 
 def take_apart(source: Path, folder: Path) -> None:
     """Write a copy with labelled responses in place of pairs; of every third pair the chosen response alone."""
     for path in copied(source, folder).glob("preference_*.pt"):
         rows = []
-        for i, pair in enumerate(torch.load(path, weights_only=True)):
+        for i, pair in enumerate(rows_of(path)):
             for side in ("chosen", "rejected") if i % 3 else ("chosen",):
                 row = {"prompt_len": pair["prompt_len"], "input_ids": pair[f"{side}_input_ids"]}
                 rows.append({**row, "label": side == "chosen", "columns": {"number": i}})

@@ -1,6 +1,7 @@
 """Random rows of every stage, and how they are written and compared."""
 
-from __future__ import annotations
+import copy
+from pathlib import Path
 
 import torch
 
@@ -64,3 +65,8 @@ def write(path, stage, rows) -> FlatRows:
     with FlatWriter(path, stage) as file:
         file.extend(rows)
     return read_rows(path, stage)
+
+
+def stored_rows(path) -> list[dict]:
+    """Copies of the rows of a split's file, of any layout, which a test may change and write over it."""
+    return copy.deepcopy(read_rows(Path(path), Path(path).name.rpartition("_")[0]).to_list())

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import CPU, errors, last_checkpoint, metrics, save_model, weights
+from helpers.flat import stored_rows
 from helpers.programs import main_of
 
 import datasets_prep.cafe.prepare_data
@@ -176,15 +177,15 @@ def data_case(world, name: str) -> None:
     elif name == "wrong stage":
         shutil.copy(data / "preference_train.pt", file)
     elif name == "ids beyond the vocabulary":
-        rows = torch.load(file, weights_only=True)
+        rows = stored_rows(file)
         rows[3]["input_ids"][2] = 99_999
         torch.save(rows, file)
     elif name == "negative ids":
-        rows = torch.load(file, weights_only=True)
+        rows = stored_rows(file)
         rows[3]["input_ids"][2] = -7
         torch.save(rows, file)
     elif name == "targets of another length":
-        rows = torch.load(file, weights_only=True)
+        rows = stored_rows(file)
         rows[3]["targets"] = rows[3]["targets"][:-2]
         torch.save(rows, file)
     elif name == "a folder":
@@ -202,7 +203,7 @@ DATA = {
     "no rows": ["finetune_train.pt"],
     "no list": ["finetune_train.pt"],
     "rows that are no dicts": ["finetune_train.pt", "row 0", "list"],
-    "wrong stage": ["finetune_train.pt", "row 0", "chosen_input_ids"],
+    "wrong stage": ["finetune_train.pt", "preference rows"],
     "ids beyond the vocabulary": ["99999"],
     "negative ids": ["-7"],
     "targets of another length": ["finetune_train.pt", "row 3"],
@@ -222,7 +223,7 @@ def test_every_program_refuses_the_split_of_another_stage(program, file, world, 
     shutil.copy(world["data"] / "finetune_train.pt", world["data"] / file)
     assert f"{file} is not what was written" in refused(program, good_flags(program, world), capsys)
     (world["data"] / "manifest.json").unlink()
-    assert f"{file}: row 0" in refused(program, good_flags(program, world), capsys)
+    assert f"{file} holds finetune rows" in refused(program, good_flags(program, world), capsys)
 
 
 def test_a_missing_validation_split_is_named(world, capsys):

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from helpers.errors import refused
+from helpers.flat import stored_rows
 
 from lightrlhf.check_reward import CheckRewardArgs, main, run
 from lightrlhf.data.splits import save_split
@@ -73,7 +74,7 @@ def test_answers_are_put_into_their_format(data):
 
 
 def test_tasks_are_judged_apart(data, tokenizer):
-    rows = torch.load(data / "prompts_train.pt", weights_only=True)
+    rows = stored_rows(data / "prompts_train.pt")
     for number, row in enumerate(rows):
         row["columns"]["task"] = "even" if number // 2 % 2 == 0 else "odd"
     save_split(data, "prompts", "train", rows)
@@ -104,7 +105,7 @@ def test_bad_arguments_are_one_line(data, flags, words, capsys):
 
 @pytest.fixture
 def unanswered(data):
-    rows = torch.load(data / "prompts_train.pt", weights_only=True)
+    rows = stored_rows(data / "prompts_train.pt")
     save_split(data, "prompts", "train", [row | {"columns": {"unit": 1}} for row in rows])
     return data
 
@@ -125,7 +126,7 @@ def test_a_function_that_needs_the_answer_fails_without_one(unanswered):
 
 
 def test_only_tasks_without_answers_are_cut_short(data):
-    rows = torch.load(data / "prompts_train.pt", weights_only=True)
+    rows = stored_rows(data / "prompts_train.pt")
     for number, row in enumerate(rows):
         row["columns"] = {"task": "odd"} if number % 2 else row["columns"] | {"task": "even"}
     save_split(data, "prompts", "train", rows)

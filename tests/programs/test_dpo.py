@@ -28,6 +28,7 @@ from helpers import (
     weights,
 )
 from helpers.errors import error_naming, refused
+from helpers.flat import stored_rows
 from helpers.programs import assert_resumes
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
@@ -36,6 +37,7 @@ from lightrlhf import dpo, evaluate
 from lightrlhf.cli.errors import RunFailure, UsageError
 from lightrlhf.cli.groups import ModelArgs
 from lightrlhf.data.batch import micro_batches, preference_batch
+from lightrlhf.data.packing import pack
 from lightrlhf.data.splits import load_split
 from lightrlhf.dpo import DPOArgs, fit_pairs, main, make_pairs, score_rows
 from lightrlhf.maths import preference
@@ -276,11 +278,11 @@ def test_pairs_that_are_equal_once_cut_are_left_out_and_told(cafe_data):
     folder = cafe_data
     same = {"prompt_len": 1, "chosen_input_ids": [5, 6, 7], "rejected_input_ids": [5, 6, 8]}
     other = {"prompt_len": 1, "chosen_input_ids": [5, 6, 7], "rejected_input_ids": [5, 9, 8]}
-    rows, notes = fit_pairs(arguments(folder, max_length=2), [same, other], "the pairs")
+    rows, notes = fit_pairs(arguments(folder, max_length=2), pack([same, other], "preference"), "the pairs")
     assert [list(map(int, row["rejected_input_ids"])) for row in rows] == [[5, 9]]
     assert [note.split(" pairs")[0] for note in notes] == ["2 of 2", "1"]
     with error_naming(UsageError, "--max_length 2"):
-        fit_pairs(arguments(folder, max_length=2), [same], "the pairs")
+        fit_pairs(arguments(folder, max_length=2), pack([same], "preference"), "the pairs")
 
 
 # ------------------------------------------------------------------------------------------------------- the program
@@ -298,7 +300,7 @@ def scored_data(cafe_data, tmp_path_factory) -> Path:
     """The café's pairs with margins and rewards."""
     folder = shutil.copytree(cafe_data, tmp_path_factory.mktemp("scored") / "cafe")
     for split in ("train", "validation"):
-        rows = with_columns(load_split(cafe_data, "preference", split))
+        rows = with_columns(load_split(cafe_data, "preference", split).to_list())
         torch.save(rows, folder / f"preference_{split}.pt")
         reseal(folder)
     return folder
@@ -561,14 +563,17 @@ def test_a_reference_that_is_no_longer_the_same_is_refused(cafe_data, base_model
 
 
 def test_a_fingerprint_follows_weights_and_tokens():
-    policy, rows = tiny_policy("llama"), [{**ROW}]
-    first = reference.fingerprint(policy, rows)
-    assert reference.fingerprint(policy, [{**ROW, "columns": {"group": "x"}}]) == first
-    assert reference.fingerprint(policy, [{**ROW, "prompt_len": 3}]) != first
-    assert reference.fingerprint(policy, [{**ROW, "rejected_input_ids": [1, 2, 3, 4, 22]}]) != first
+    def fingerprint(**changed):
+        return reference.fingerprint(policy, pack([{**ROW, **changed}], "preference"))
+
+    policy = tiny_policy("llama")
+    first = fingerprint()
+    assert fingerprint() == first
+    assert fingerprint(prompt_len=3) != first
+    assert fingerprint(rejected_input_ids=[1, 2, 3, 4, 22]) != first
     with torch.no_grad():
         next(policy.parameters())[0, 0] += 1e-6
-    assert reference.fingerprint(policy, rows) != first
+    assert fingerprint() != first
 
 
 # ------------------------------------------------------------------------------------------------------------ ranks
@@ -619,7 +624,7 @@ def test_bad_models_and_columns_are_one_line(cafe_data, scored_data, base_model,
     given = [*start, "--model_name", base_model]
     assert f"--ref_model {rm_dir}" in refused(capsys, main, *given, "--data_dir", cafe_data, "--ref_model", rm_dir)
     folder = shutil.copytree(scored_data, tmp_path / "data")
-    rows = load_split(folder, "preference", "train")
+    rows = stored_rows(folder / "preference_train.pt")
     rows[2]["columns"]["margin"] = math.nan
     torch.save(rows, folder / "preference_train.pt")
     reseal(folder)

@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from helpers import last_checkpoint, tiny_model
 from helpers.errors import error_naming, refused
 from helpers.programs import main_of
@@ -60,9 +61,9 @@ def test_a_prompt_that_fills_the_context_is_told_apart_from_a_long_response():
     limit = model.config.max_position_embeddings
     args = SamplingArgs(max_new_tokens=8)
     with error_naming(UsageError, f"{limit} positions", "--max_prompt_length"):
-        check_room(model, [[5] * limit], args)
+        check_room(model, torch.tensor([limit]), args)
     with error_naming(UsageError, "--max_new_tokens 8", "at most 3"):
-        check_room(model, [[5] * (limit - 3)], args)
+        check_room(model, torch.tensor([limit - 3]), args)
 
 
 def test_a_wrong_folder_leads_to_the_right_one(cafe_data, sft_dir, base_model, tmp_path, capsys):

@@ -15,6 +15,7 @@ from lightrlhf import dpo, kto
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.cli.groups import ModelArgs
 from lightrlhf.data.batch import mismatched_rows
+from lightrlhf.data.packing import pack
 from lightrlhf.data.splits import load_split
 from lightrlhf.dpo import DPOArgs
 from lightrlhf.kto import KTOArgs, main, middle
@@ -158,7 +159,7 @@ def test_validation_measures_all_rows_with_one_reference_point(data, base_model,
     folder = main([*flags, "--loss_type", "kto", "--max_steps", "2", "--learning_rate", "1e-2", "--beta", "0.5"])
     rows = load_split(data, "unpaired", "validation")
     models = [load_policy(str(d), ModelArgs(), tokenizer).eval().model for d in (last_checkpoint(folder), base_model)]
-    everything = load_split(data, "unpaired", "train") + rows
+    everything = [*load_split(data, "unpaired", "train"), *rows]
     width = max(len(row["input_ids"]) for row in everything)
     with torch.no_grad():
         ratios, others = (
@@ -307,7 +308,8 @@ def test_rows_that_nothing_can_be_learned_from_are_refused(tokenizer, base_model
 
 
 def test_the_advised_weight_makes_the_weighted_counts_equal(data):
-    rows = [{"input_ids": [i, 5], "prompt_len": 1, "label": i % 3 > 0} for i in range(9)]  # 6 good, 3 bad
+    rows = [{"input_ids": [i, 5], "prompt_len": 1, "label": i % 3 > 0, "columns": {}} for i in range(9)]
+    rows = pack(rows, "unpaired")  # 6 good, 3 bad
     for good, bad, advised in ((1.0, 1.0, "2"), (2.0, 1.0, "4"), (1.0, 1.75, None)):
         notes = kto.check_labels(arguments(data, desirable_weight=good, undesirable_weight=bad), rows)
         assert [note.split("--undesirable_weight ")[1].split()[0] for note in notes] == ([advised] if advised else [])

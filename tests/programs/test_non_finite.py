@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import last_checkpoint, metrics, reseal, weights
+from helpers.flat import stored_rows
 from helpers.killed import forked
 from helpers.programs import fields_of, main_of
 from helpers.tiny_runs import ITERATED, PROGRAMS, SAMPLING, TRAINED, TinyRuns, experiment_of
@@ -166,7 +167,7 @@ def marked_data(runs: TinyRuns, program: str, folder: Path) -> tuple[list[str], 
     source = {"refuel": runs.pairs, "unpaired": runs.unpaired}.get(stage, runs.cafe)
     shutil.copytree(source, folder)
     path = folder / f"{stage}_train.pt"
-    rows = torch.load(path, weights_only=True)
+    rows = stored_rows(path)
     for number, row in enumerate(rows):
         for key in ("input_ids", "chosen_input_ids", "rejected_input_ids"):
             if key in row:

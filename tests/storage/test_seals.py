@@ -1,6 +1,7 @@
 """Seals of prepared data, runs and checkpoints: what changed since it was written is named, and how to go on."""
 
 import json
+import os
 import random
 import shutil
 from functools import partial
@@ -39,6 +40,34 @@ def test_a_split_copied_over_another_is_noticed_and_can_be_accepted(data, capsys
     seals.main([str(data)])
     assert capsys.readouterr().out.endswith("manifest.json: 2 files; new or changed: finetune_train.pt\n")
     assert len(load_split(data, "finetune", "train")) == 3
+
+
+def test_a_large_file_is_compared_by_size_and_date_and_by_content_where_they_differ(data, capsys, monkeypatch):
+    monkeypatch.setattr(seals, "LARGE", 1)
+    path, hashed = data / "finetune_train.pt", []
+    content, dates = path.read_bytes(), path.stat()
+    whole = seals.sha256
+    monkeypatch.setattr(seals, "sha256", lambda file: hashed.append(file.name) or whole(file))
+    load_split(data, "finetune", "train")
+    assert hashed == [] and seals.content_hash(path) == whole(path) and hashed == []
+    path.touch()
+    load_split(data, "finetune", "train")
+    assert hashed == [path.name]
+    path.write_bytes(content.replace(b"layout", b"layuot"))
+    with error_naming(UsageError, path.name, "--verify False"):
+        load_split(data, "finetune", "train")
+    os.utime(path, ns=(dates.st_atime_ns, dates.st_mtime_ns))  # as a disk that flips bits leaves it
+    seals.check_sealed(data, [path.name])
+    with pytest.raises(SystemExit) as stop:
+        seals.main(["--verify", str(data)])
+    assert stop.value.code == 2 and f"{path.name} is not what was written" in capsys.readouterr().err
+    path.write_bytes(content)
+    seals.main(["--verify", str(data)])
+    assert "2 files are as they were written" in capsys.readouterr().out
+    path.write_bytes(content + b"0")
+    os.utime(path, ns=(dates.st_atime_ns, dates.st_mtime_ns))
+    with error_naming(UsageError, path.name):
+        seals.check_sealed(data, [path.name])
 
 
 def test_only_folders_of_ours_are_sealed_by_hand(tmp_path, capsys):
@@ -176,9 +205,9 @@ def test_flips_in_prepared_data(cafe, case):
             case(f"{name} byte {place} bit {bit}", name in line and "\n" not in line, line[:0])
     for place in range(0, (cafe / "manifest.json").stat().st_size, 97):
         before = flip(cafe / "manifest.json", place, rng.randrange(8))
-        values = [said(read) or read() for read in list(reading.values())[:3]]
+        values = [said(read) or list(read()) for read in list(reading.values())[:3]]
         (cafe / "manifest.json").write_bytes(before)
-        whole = [read() for read in list(reading.values())[:3]]
+        whole = [list(read()) for read in list(reading.values())[:3]]
         held = all(isinstance(value, str) or repr(value) == repr(one) for value, one in zip(values, whole))
         case(f"manifest.json byte {place}: refused, or the same rows", held)
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from helpers import CPU, listing, metrics, reseal, save_model
 from helpers.errors import error_naming
+from helpers.flat import stored_rows
 from helpers.programs import args_classes
 from safetensors.torch import load_file, save_file
 
@@ -98,7 +99,7 @@ def test_so_they_are_where_a_step_is_a_rollout(flags, told, grpo_run, capsys):
 @pytest.mark.parametrize("change", ["other rows", "fewer rows", "another order", "two sets"])
 def test_other_data_is_refused_by_name(change, sft_run, cafe_data, tmp_path, capsys):
     other = shutil.copytree(cafe_data, tmp_path / "other")
-    rows = torch.load(other / "finetune_train.pt", weights_only=True)
+    rows = stored_rows(other / "finetune_train.pt")
     if change == "other rows":
         rows[3] = rows[4]
     rows = {"fewer rows": rows[:-1], "another order": rows[::-1]}.get(change, rows)

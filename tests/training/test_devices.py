@@ -19,6 +19,7 @@ import pytest
 import torch
 from helpers import CPU, ROOT, environment, last_checkpoint, metrics, reseal, run_program, save_model
 from helpers.errors import error_naming
+from helpers.flat import stored_rows
 from helpers.forks import started_program
 from helpers.processes import PATIENCE
 from helpers.programs import main_of
@@ -61,11 +62,11 @@ def odd_data(cafe_data, tmp_path_factory):
     shutil.copytree(cafe_data, folder)
     for path in folder.glob("*_*.pt"):
         if path.stem.endswith(("_train", "_validation")):
-            rows = torch.load(path, weights_only=True)
+            rows = stored_rows(path)
             torch.save(rows[: 27 if "train" in path.stem else 5], path)
             reseal(path.parent)
     shutil.copytree(folder, folder / "second")
-    rows = torch.load(folder / "finetune_train.pt", weights_only=True)
+    rows = stored_rows(folder / "finetune_train.pt")
     torch.save(rows[:8], folder / "second" / "finetune_train.pt")
     reseal(folder / "second")
     return folder
@@ -149,7 +150,7 @@ def together(odd_data, base_model, alone, tmp_path_factory):
     for rank, folder in enumerate(folders):
         shutil.copytree(odd_data, folder / "data")
         if rank:
-            rows = torch.load(folder / "data" / "finetune_validation.pt", weights_only=True)
+            rows = stored_rows(folder / "data" / "finetune_validation.pt")
             torch.save(rows[:-1], folder / "data" / "finetune_validation.pt")
             reseal(folder / "data")
     slurm = {"SLURM_NTASKS": 2, "SLURM_NTASKS_PER_NODE": 2, "SLURM_NNODES": 1, "SLURM_NODEID": 0, "SLURM_JOB_ID": 7}

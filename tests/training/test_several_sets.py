@@ -9,6 +9,7 @@ import pytest
 import torch
 from helpers import CPU, last_checkpoint, metrics, reseal, weights
 from helpers.errors import refused
+from helpers.flat import stored_rows
 from helpers.programs import args_class, assert_resumes, main_of, trained
 
 from lightrlhf import sft
@@ -30,11 +31,11 @@ def sets(cafe_data, tmp_path_factory):
     for name, parts in {"one": [(0, 20)], "two": [(30, 37)], "both": [(0, 20), (30, 37)]}.items():
         folder = Path(shutil.copytree(cafe_data, root / name))
         for path in folder.glob("*_train.pt"):
-            rows = torch.load(path, weights_only=True)
+            rows = stored_rows(path)
             torch.save([row for first, last in parts for row in rows[first:last]], path)
             reseal(path.parent)
         for path in folder.glob("*_validation.pt"):
-            rows = torch.load(path, weights_only=True)
+            rows = stored_rows(path)
             part = {"one": rows[::2], "two": rows[1::2], "both": rows}[name]
             torch.save(part, path)
             reseal(path.parent)
@@ -82,7 +83,7 @@ def test_weights_are_the_shares_of_the_rows_that_a_run_trains_on(sets, base_mode
         sft, "train_step", lambda run, model, rows, pad: seen.extend(rows) or step(run, model, rows, pad)
     )
     train("sft", [sets / "one", sets / "two"], base_model, tmp_path, "--data_weights=[1,3]", "--epochs", "2")
-    few = [row["input_ids"].tolist() for row in torch.load(sets / "two" / "finetune_train.pt", weights_only=True)]
+    few = [row["input_ids"].tolist() for row in stored_rows(sets / "two" / "finetune_train.pt")]
     times = [sum(row["input_ids"].tolist() == ids for row in seen) for ids in few]
     assert len(seen) == 54 and sum(times) == 40 and set(times) == {5, 6}
 
@@ -95,9 +96,7 @@ def test_evaluation_of_a_few_batches_has_rows_of_all_sets(sets, base_model, tmp_
     )
     train("sft", [sets / "one", sets / "two"], base_model, tmp_path, "--max_steps", "1", "--eval_iters", "1")
     whole = {
-        name: [
-            row["input_ids"].tolist() for row in torch.load(sets / name / "finetune_validation.pt", weights_only=True)
-        ]
+        name: [row["input_ids"].tolist() for row in stored_rows(sets / name / "finetune_validation.pt")]
         for name in ("one", "two")
     }
     first = [row["input_ids"].tolist() for row in found[0][:4]]
