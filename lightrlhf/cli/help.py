@@ -33,7 +33,7 @@ def help_text(args_class: Any, program: str, everything: bool) -> str:
     flags, docs = declared_flags(args_class), sentences(args_class)
     lines = [f"usage: {program} [flags]", "", title]
     hidden = 0
-    for owner, names in grouped(args_class).items():
+    for owner, names in group_flags(args_class).items():
         shown = [name for name in names if everything or flags[name].options.get("show") != "rarely"]
         hidden += len(names) - len(shown)
         if shown:
@@ -66,7 +66,7 @@ def _tree(file: str) -> dict[str, list[ast.stmt]]:
     return {node.name: node.body for node in tree.body if isinstance(node, ast.ClassDef)}
 
 
-def grouped(args_class: Any) -> dict[type, list[str]]:
+def group_flags(args_class: Any) -> dict[type, list[str]]:
     """Flags by the class that first declares them: the program's, then its inputs', then its bases'."""
     owners: list[Any] = [owner for owner in args_class.__mro__ if dataclasses.is_dataclass(owner)]
     groups: dict[Any, list[str]] = {owner: [] for owner in owners}

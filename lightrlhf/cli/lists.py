@@ -69,10 +69,10 @@ def items_of(words: list[str], split: Callable[[str], list[str]]) -> list[str]:
         words = [text[1:-1]]
     items = []
     for word in words:  # kept if empty, so that it is refused
-        items += [_unquoted(item) for item in split(word) if item.strip()] or [word]
+        items += [_unquote(item) for item in split(word) if item.strip()] or [word]
     return items
 
 
-def _unquoted(item: str) -> str:
+def _unquote(item: str) -> str:
     item = item.strip()
     return item[1:-1] if len(item) > 1 and item[0] == item[-1] and item[0] in "'\"" else item

@@ -63,13 +63,13 @@ def missing_line(problem: BaseException | None) -> str | None:
         return "no folder for temporary files is writable; set TMPDIR to one that is"
     name = problem.name if isinstance(problem, ModuleNotFoundError) else None
     package = (name or "").partition(".")[0]
-    required = _required()
+    required = _list_required()
     if not package or package in OURS or (required and package not in {*EXTRAS, *required}):
         return None
     return needs_package("lightrlhf", package)
 
 
-def _required() -> set[str]:
+def _list_required() -> set[str]:
     """Import names of the packages that are always required; empty where lightrlhf itself is not installed."""
     from importlib.metadata import PackageNotFoundError, requires  # 20 ms
 

@@ -46,7 +46,7 @@ def parse(args_class: type[Args], argv: list[str] | None = None) -> Args:
     try:
         words = _words(args_class, typed)
         if "resume_from" in flags and (directory := _flag_value(words, "--resume_from")):
-            parser.set_defaults(_stored_args(args_class, directory))
+            parser.set_defaults(_read_stored_args(args_class, directory))
     except UsageError as problem:
         parser.error(str(problem))
     namespace = parser.parse_args(words)
@@ -164,7 +164,7 @@ def _flag_value(words: list[str], flag: str) -> str | None:
     return None
 
 
-def _stored_args(args_class: type, directory: str) -> dict[str, Any]:
+def _read_stored_args(args_class: type, directory: str) -> dict[str, Any]:
     path = Path(directory) / "args.json"
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))

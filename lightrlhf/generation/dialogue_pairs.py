@@ -79,12 +79,12 @@ def branch(
     sample: see `roll_out`.
     """
 
-    def continued(dialogues: list[Dialogue], num_turns: int | list[int], side: int) -> list[Dialogue]:
+    def extend(dialogues: list[Dialogue], num_turns: int | list[int], side: int) -> list[Dialogue]:
         seed, slots = mix_seed(args.seed, side), args.rollout_mini_batch_size
         return roll_out(policy, tokenizer, dialogues, num_turns, user, args, seed, slots, sample)
 
     if args.prefix == "policy":
-        prefixes = continued([row.before(0) for row in rows], args.num_turns, 0)
+        prefixes = extend([row.before(0) for row in rows], args.num_turns, 0)
         turns = [sample_turn(args, row.index, row.num_turns, row.num_turns) for row in prefixes]
         sides = [prefixes]
     else:  # the data's dialogue up to turn h, continued twice
@@ -93,7 +93,7 @@ def branch(
         turns = [sample_turn(args, row.index, n, row.num_turns) for row, n in zip(rows, lengths)]
     starts = [row.before(turn) for row, (turn, _) in zip(prefixes, turns)]
     ends = [horizon + 1 for _, horizon in turns]
-    sides += [continued(starts, ends, side) for side in range(len(sides), 2)]
+    sides += [extend(starts, ends, side) for side in range(len(sides), 2)]
     lines = []
     for row, (turn, horizon), both in zip(rows, turns, zip(*sides)):
         columns = {name: value for name, value in row.columns.items() if name != "user_turns"}

@@ -198,14 +198,14 @@ def roll_out(
     sample = sample or local_sampler(policy, tokenizer, args, num_slots)
     message_ids: dict[str, list[int]] = {}  # by text of a user message
 
-    def unfinished() -> list[int]:
+    def find_unfinished() -> list[int]:
         return [i for i, d in enumerate(rolled) if d.num_turns < goals[i] and not d.full]
 
     while True:
-        for i in unfinished():
+        for i in find_unfinished():
             if len(rolled[i].input_ids) > longest_prompt:
                 rolled[i] = replace(rolled[i], full=True)
-        active = [i for i in unfinished() if rolled[i].awaits_reply]
+        active = [i for i in find_unfinished() if rolled[i].awaits_reply]
         prompts = [rolled[i].input_ids for i in active]
         rows = [noise_of(seed, rolled[i], args.max_new_tokens) for i in active]
         noise = torch.stack(rows) if rows else torch.zeros(0, args.max_new_tokens)  # (A, max_new_tokens)

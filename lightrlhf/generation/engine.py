@@ -23,7 +23,7 @@ from lightrlhf.cli.errors import UsageError, first_line
 from lightrlhf.cli.groups import SamplingArgs
 from lightrlhf.data.types import PreTrainedModel, Tokenizer
 from lightrlhf.generation.graphs import DEVICES, note, slots_type
-from lightrlhf.generation.prefix_cache import CachedPrefix, make_cache, unsupported
+from lightrlhf.generation.prefix_cache import CachedPrefix, make_cache, unsupported_error
 from lightrlhf.generation.sampling import check_sampled, first_stop
 from lightrlhf.generation.slots import LATE_STEPS, Slots
 from lightrlhf.models.architecture import is_close, trial_ids
@@ -231,6 +231,6 @@ def check_decoding(model: PreTrainedModel, steps: int) -> None:
     except torch.OutOfMemoryError:
         raise
     except Exception as problem:
-        raise unsupported(model, f"{type(problem).__name__}: {first_line(problem)[:200]}") from None
+        raise unsupported_error(model, f"{type(problem).__name__}: {first_line(problem)[:200]}") from None
     if not is_close(found, expected, model):
-        raise unsupported(model, f"log-probabilities differ by {float((found - expected).abs().max()):.2g}")
+        raise unsupported_error(model, f"log-probabilities differ by {float((found - expected).abs().max()):.2g}")

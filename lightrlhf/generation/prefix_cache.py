@@ -49,12 +49,12 @@ def make_cache(model: PreTrainedModel, layers: Sequence[Any] = ()) -> DynamicCac
 
     cache = DynamicCache(config=model.config)
     if any(type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers):
-        raise unsupported(model, "it supports attention layers only")
+        raise unsupported_error(model, "it supports attention layers only")
     cache.layers = list(layers) or [DynamicLayer() for _ in range(model.config.num_hidden_layers)]
     return cache
 
 
-def unsupported(model: PreTrainedModel, why: str) -> UsageError:
+def unsupported_error(model: PreTrainedModel, why: str) -> UsageError:
     """The error for an architecture that the engine cannot sample from."""
     return UsageError(
         f"the generation engine cannot sample from the architecture {model.config.model_type} ({why}); sft and dpo "

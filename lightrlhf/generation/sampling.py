@@ -24,14 +24,14 @@ BLOCK = 256  # tokens
 def first_stop(tokenizer: Tokenizer | None, response: Sequence[int], stop_strings: Sequence[str]) -> int | None:
     """Length in tokens of the shortest prefix whose text contains a stop string, or None."""
 
-    def stopped(length: int) -> bool:
+    def stops(length: int) -> bool:
         assert tokenizer is not None, "stop strings need a tokenizer"
         text = decode(tokenizer, response[:length])
         return any(string in text for string in stop_strings)
 
-    if not stop_strings or not stopped(len(response)):
+    if not stop_strings or not stops(len(response)):
         return None
-    return bisect_left(range(len(response)), True, key=stopped)
+    return bisect_left(range(len(response)), True, key=stops)
 
 
 def sample(

@@ -86,7 +86,7 @@ def _load_checked(path: str, flag: str, shape: str) -> Callable[..., Tensor]:
     """A function whose result has the shape of its first argument; it raises RunFailure otherwise."""
     function = load_function(path, flag, shape, takes_columns=False)
 
-    def checked(*tensors: Tensor) -> Tensor:
+    def call(*tensors: Tensor) -> Tensor:
         try:
             found = function(*tensors)
         except Exception as problem:  # whatever a user's function raises
@@ -97,7 +97,7 @@ def _load_checked(path: str, flag: str, shape: str) -> Callable[..., Tensor]:
             raise RunFailure(f"{flag} {path} returned {what} for {tuple(wanted)}; it is {shape}")
         return found
 
-    return checked
+    return call
 
 
 def _try(function: Callable[..., Tensor], *tensors: Tensor) -> None:

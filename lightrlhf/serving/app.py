@@ -82,7 +82,7 @@ class App:
         if asked.stream:
             return StreamingResponse(self._events(asked, head), media_type="text/event-stream")
         cancelled = threading.Event()
-        job = self._queued(partial(self.engine.complete, asked, cancelled))
+        job = self._queue(partial(self.engine.complete, asked, cancelled))
         answer = await unless_gone(request, job, cancelled)
         return JSONResponse(whole(self.engine.token_text, asked, head, answer))
 
@@ -93,7 +93,7 @@ class App:
         def emit(index: int, choice: Choice, version: str) -> None:
             loop.call_soon_threadsafe(pieces.put_nowait, (index, choice, version))
 
-        job = asyncio.ensure_future(self._queued(partial(self.engine.stream, asked, cancelled, emit)))
+        job = asyncio.ensure_future(self._queue(partial(self.engine.stream, asked, cancelled, emit)))
         job.add_done_callback(lambda _: pieces.put_nowait(None))
         shown: dict[int, Choice] = {}
         try:
@@ -118,7 +118,7 @@ class App:
             cancelled.set()
             job.cancel()
 
-    async def _queued(self, work: Callable[[], Any]) -> Any:
+    async def _queue(self, work: Callable[[], Any]) -> Any:
         """Run the work of a request after those before it, and not while the server is paused; returns its result."""
         while not self.resumed.is_set():
             await self.resumed.wait()

@@ -24,13 +24,13 @@ def describe_rows(names: Sequence[Any], kind: str, ends: Sequence[int], folders:
     ends: of several sets among all rows; a number is then that in its own set, with the set's folder.
     """
 
-    def described(name: Any) -> str:
+    def describe(name: Any) -> str:
         if not ends or not isinstance(name, int):
             return str(name)
         number = bisect(ends, name)
         return f"{name - (ends[number - 1] if number else 0)} of {folders[number]}"
 
-    texts = list(dict.fromkeys(map(described, names)))
+    texts = list(dict.fromkeys(map(describe, names)))
     if not texts:
         return ""
     more = f" and {len(texts) - NAMED_ROWS} more" if len(texts) > NAMED_ROWS else ""

@@ -236,7 +236,7 @@ class Learners:
                 return materialize(meta, module, keep=self.ranks.is_first)
         return module
 
-    def trained(self) -> Learned:
+    def gather_trained(self) -> Learned:
         """Trained weights by parameter, by learner, gathered on the first rank's CPU."""
         return {name: trained_weights(role, self.ranks.is_first) for name, role in self.roles().items()}
 

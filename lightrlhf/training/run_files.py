@@ -272,7 +272,7 @@ class Checkpoints:
             self.dry.checkpoint = checkpoint_bytes(self.module, self.learners.by_name, only_adapters)
             return
         started, step, files = time.perf_counter(), self.progress.step, self.files
-        full, learned = self.learners.full(self.module), self.learners.trained()
+        full, learned = self.learners.full(self.module), self.learners.gather_trained()
         state = self._resume_state(start)
 
         def write(folder: Path) -> None:
