@@ -31,7 +31,7 @@ from lightrlhf.demo.rollouts_tab import rollouts_tab
 from lightrlhf.demo.runs_tab import runs_tab
 from lightrlhf.demo.session import DemoBackend
 from lightrlhf.demo.side_by_side_tab import side_by_side_tab
-from lightrlhf.demo.theme import ASSETS, theme
+from lightrlhf.demo.theme import ASSETS, make_theme
 
 MAX_QUEUE = 256  # requests of all users that wait for an answer
 
@@ -69,7 +69,7 @@ def serve(app: Any, args: DemoArgs) -> None:
             ssr_mode=False,
             prevent_thread_lock=True,
             footer_links=[],
-            theme=theme(),
+            theme=make_theme(),
             css_paths=[ASSETS / "page.css", ASSETS / "runs.css", ASSETS / "rollouts.css"],
             head=f"<script>{(ASSETS / 'page.js').read_text(encoding='utf-8')}</script>",
             favicon_path=ASSETS / "icon.svg",
