@@ -2,157 +2,130 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
+import gradio as gr
+
 from lightrlhf.cli.errors import UsageError
-from lightrlhf.demo.dialogue import Turn, edited, prompt_of, prompt_values, user_turn, without_pending, without_system
-from lightrlhf.demo.inputs import (
-    NOTHING_TYPED,
-    connect_form,
-    errors_to_toast,
-    form_inputs,
-    given,
-    is_blank,
-    markup,
-    message_inputs,
-    settings_inputs,
-)
+from lightrlhf.demo.dialogue import Turn, edit_turn, end_stream, prompt_of, prompt_values, split_system, user_turn
+from lightrlhf.demo.inputs import NOTHING_TYPED, PRIVATE, QUIET, Workplace, event_values, is_blank, show_errors
 from lightrlhf.demo.markup import dialogue_as_html
 from lightrlhf.demo.session import AS_TRAINED, DemoBackend
 from lightrlhf.rewards.encoding import Messages
 
+BUTTONS = {"Regenerate": "needs-answer", "Test prompt": "", "Clear": "needs-answer"}  # with their CSS class
 
-def chat_tab(gr: Any, backend: DemoBackend) -> Any:
-    """Builds the tab; returns its model dropdown."""
-    safe = functools.partial(errors_to_toast, gr)
-    chat = Chat(gr, backend)
-    parts = chat_parts(gr, backend)
-    turns, window, hint, model, system = gr.State([]), parts.window, parts.hint, parts.model, parts.system
-    connect_form(gr, parts.form, system, parts.message)
 
-    def edit(turns: list[Turn], event: gr.EventData) -> tuple[Any, ...]:
-        data = given(event)
-        turns = edited(turns, data.get("turn"), data.get("text"))
-        return turns, dialogue_as_html(turns)
-
-    def show_tokens(turns: list[Turn], macro_length: str, event: gr.EventData) -> tuple[Any, ...]:
-        turns = backend.with_tokens(turns, given(event).get("turn"), macro_length)
-        return turns, dialogue_as_html(turns)
-
-    def suggest(label: str, event: gr.EventData) -> tuple[Any, ...]:
-        prompts, index = backend.suggestions(label), given(event).get("turn")
-        if isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < len(prompts):
-            raise UsageError("this prompt is no longer there; reload the page")
-        return chat.fill(prompts[index])
-
-    for handler in (edit, show_tokens, suggest):
-        handler.__annotations__["event"] = gr.EventData  # the annotation is a string, and gr is not a global name
-    quiet = {"show_progress": "hidden"}
-    private = {**quiet, "api_visibility": "private"}
+def chat_tab(backend: DemoBackend) -> Any:
+    """Build the tab; returns its model dropdown."""
+    chat, turns, first = Chat(backend), gr.State([]), backend.cache.labels()[-1]
+    tab = Workplace(backend, ("dialogue", chat.draw([], first)), "Send", BUTTONS, value=first, label="Model")
+    regenerate, load_prompt, clear = tab.buttons
+    with tab.settings:
+        load_settings = gr.Button("As the model was trained", size="sm")
+    with tab.side:
+        lengths = [AS_TRAINED, "1", "2", "3", "5", "10"]
+        macro_length = gr.Dropdown(lengths, value=AS_TRAINED, label="Tokens in a macro action")
+    shown, model = [turns, tab.window], tab.model
     asking = gr.on(
-        [parts.message[0].submit, parts.send.click],
-        safe(chat.ask),
-        [turns, parts.form, *parts.message],
-        [turns, window, parts.message[0], hint],
-        **quiet,
+        [tab.message[0].submit, tab.send.click],
+        chat.ask,
+        [turns, tab.form, *tab.message],
+        [*shown, tab.message[0], tab.hint],
+        **QUIET,
     )
-    inputs = [turns, model, system, parts.seed, *parts.sliders]
-    editing = window.edit(safe(edit), turns, [turns, window], **private)
+    inputs = [turns, model, tab.system, tab.seed, *tab.sliders]
+    editing = tab.window.edit(chat.edit, turns, shown, **PRIVATE)
     answering = [
-        asking.success(safe(chat.answer), inputs, [turns, window], api_name="answer", **quiet),
-        parts.regenerate.click(safe(chat.reply), inputs, [turns, window], api_name="regenerate", **quiet),
-        editing.success(safe(chat.answer), inputs, [turns, window], **private),
+        asking.success(chat.answer, inputs, shown, api_name="answer", **QUIET),
+        regenerate.click(show_errors(chat.reply), inputs, shown, api_name="regenerate", **QUIET),
+        editing.success(chat.answer, inputs, shown, **PRIVATE),
     ]
-    scoring = safe(chat.score), [turns, model, parts.sliders[2]], [turns, window]
-    for answered in answering:
-        answered.success(*scoring, **private)
-    stopped = parts.stop.click(lambda: None, cancels=answering, **private)
-    stopped.then(*scoring, **private)  # after the stream has ended
-    clearing = safe(lambda label: ([], chat.shown([], label), "")), model, [turns, window, hint]
-    parts.clear.click(*clearing, **private)
-    window.select(safe(show_tokens), [turns, parts.macro_length], [turns, window], **private)
-    filled = [turns, window, system, parts.form, *parts.message]
-    window.example_select(safe(suggest), model, filled, **private)
-    parts.load_prompt.click(safe(lambda label: chat.fill(backend.test_prompt(label))), model, filled, **private)
-    parts.load_settings.click(safe(backend.stored_settings), model, parts.sliders, **private)
-    greeting = safe(lambda turns, label: gr.skip() if turns else chat.shown([], label))
-    model.change(greeting, [turns, model], window, **private)
+    stopping = tab.stop.click(lambda: None, cancels=answering, **PRIVATE)
+    for ended in (*(answered.success for answered in answering), stopping.then):
+        ended(chat.score, [turns, model, tab.sliders[2]], shown, **PRIVATE)
+    clear.click(chat.clear, model, [*shown, tab.hint], **PRIVATE)
+    tab.window.select(chat.show_tokens, [turns, macro_length], shown, **PRIVATE)
+    filled = [*shown, tab.system, tab.form, *tab.message]
+    tab.window.example_select(chat.suggest, model, filled, **PRIVATE)
+    load_prompt.click(chat.load_prompt, model, filled, **PRIVATE)
+    load_settings.click(show_errors(backend.stored_settings), model, tab.sliders, **PRIVATE)
+    model.change(chat.greet, [turns, model], tab.window, **PRIVATE)
     return model
 
 
-def chat_parts(gr: Any, backend: DemoBackend) -> SimpleNamespace:
-    """Makes the parts of the tab."""
-    names, first = backend.cache.labels(), backend.cache.labels()[-1]
-    form, tab = backend.form(first), SimpleNamespace()
-    small = {"size": "sm", "min_width": 60, "scale": 0}
-    with gr.Row(elem_classes="workplace"):
-        with gr.Column(scale=3, elem_classes="main"):
-            tab.window = markup(gr, Chat(gr, backend).shown([], first), "dialogue", elem_classes="scrolling")
-            with gr.Row(elem_classes="composer"):
-                with gr.Column(scale=1, min_width=120):
-                    tab.message = message_inputs(gr, form)
-                tab.send = gr.Button("Send", variant="primary", min_width=90, scale=0, elem_classes="send")
-                tab.stop = gr.Button("Stop", variant="primary", min_width=90, scale=0, elem_classes="stop")
-            with gr.Row(elem_classes="below-composer"):
-                tab.hint = gr.HTML("", elem_classes="hint", apply_default_css=False)
-                tab.regenerate = gr.Button("Regenerate", elem_classes="needs-answer", **small)
-                tab.load_prompt = gr.Button("Test prompt", **small)
-                tab.clear = gr.Button("Clear", elem_classes="needs-answer", **small)
-        with gr.Column(scale=1, min_width=280, elem_classes="side"):
-            tab.model = gr.Dropdown(names, value=first, label="Model")
-            tab.system, tab.form = form_inputs(gr, form)
-            with gr.Accordion("Generation settings", open=False):
-                tab.seed, tab.sliders = settings_inputs(gr, backend.args)
-                tab.load_settings = gr.Button("As the model was trained", size="sm")
-            lengths = [AS_TRAINED, "1", "2", "3", "5", "10"]
-            tab.macro_length = gr.Dropdown(lengths, value=AS_TRAINED, label="Tokens in a macro action")
-    return tab
-
-
 class Chat:
-    """Handlers of the tab's events."""
+    """Handlers of the tab's events; most return the dialogue and its HTML."""
 
-    def __init__(self, gr: Any, backend: DemoBackend) -> None:
-        self.gr, self.backend = gr, backend
+    def __init__(self, backend: DemoBackend) -> None:
+        self.backend = backend
 
-    def shown(self, turns: list[Turn], label: str) -> str:
-        told = [] if turns else [last_message(prompt) for prompt in self.backend.suggestions(label)]
-        return dialogue_as_html(turns, f"Ask {label}", told)
+    def draw(self, turns: list[Turn], label: str) -> str:
+        """Draw a dialogue; an empty one shows prompts to begin with."""
+        suggestions = [] if turns else self.backend.suggestions(label)
+        texts = [prompt if isinstance(prompt, str) else prompt[-1]["content"] for prompt in suggestions]
+        return dialogue_as_html(turns, f"Ask {label}", texts)
 
+    @show_errors
     def ask(self, turns: list[Turn], form: str, text: str, *fields: str) -> tuple[Any, ...]:
         if is_blank(form, text, *fields):
-            return turns, self.gr.skip(), self.gr.skip(), NOTHING_TYPED
+            return turns, gr.skip(), gr.skip(), NOTHING_TYPED
         prompt = prompt_of(turns, form, text, *fields)
         turns = [*turns, user_turn(prompt if isinstance(prompt, str) else text, prompt)]
         return turns, dialogue_as_html(turns), "", ""
 
-    def reply(
-        self, turns: list[Turn], label: str, system: str, seed: float, *sliders: Any
-    ) -> Iterator[tuple[Any, ...]]:
-        for partial in self.backend.reply(turns, label, system, seed, *sliders):
+    @show_errors
+    def edit(self, turns: list[Turn], event: gr.EventData) -> tuple[Any, ...]:
+        values = event_values(event)
+        turns = edit_turn(turns, values.get("turn"), values.get("text"))
+        return turns, dialogue_as_html(turns)
+
+    def reply(self, turns: list[Turn], *inputs: Any) -> Iterator[tuple[Any, ...]]:
+        for partial in self.backend.reply(turns, *inputs):
             yield partial, dialogue_as_html(partial)
 
+    @show_errors
     def answer(self, turns: list[Turn], *inputs: Any) -> Iterator[tuple[Any, ...]]:
         if turns and turns[-1]["role"] == "user":
             yield from self.reply(turns, *inputs)
         else:  # nothing was asked; without a value Gradio would empty the window
-            yield self.gr.skip(), self.gr.skip()
+            yield gr.skip(), gr.skip()
 
+    @show_errors
     def score(self, turns: list[Turn], label: str, temperature: float) -> Iterator[tuple[Any, ...]]:
-        ended = without_pending(turns)
-        yield ended, self.shown(ended, label)
+        ended = end_stream(turns)
+        yield ended, self.draw(ended, label)
         scored = self.backend.score_last(ended, temperature)
-        yield scored, self.shown(scored, label)
+        yield scored, self.draw(scored, label)
 
-    def fill(self, prompt: str | Messages) -> tuple[Any, ...]:
-        turns, *values = prompt_values(prompt)
-        system, turns = without_system(turns)
-        return turns, dialogue_as_html(turns) if turns else self.gr.skip(), system, *values
+    @show_errors
+    def show_tokens(self, turns: list[Turn], macro_length: str, event: gr.EventData) -> tuple[Any, ...]:
+        turns = self.backend.with_tokens(turns, event_values(event).get("turn"), macro_length)
+        return turns, dialogue_as_html(turns)
+
+    @show_errors
+    def suggest(self, label: str, event: gr.EventData) -> tuple[Any, ...]:
+        prompts, index = self.backend.suggestions(label), event_values(event).get("turn")
+        if isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < len(prompts):
+            raise UsageError("this prompt no longer exists; reload the page")
+        return fill(prompts[index])
+
+    @show_errors
+    def load_prompt(self, label: str) -> tuple[Any, ...]:
+        return fill(self.backend.test_prompt(label))
+
+    @show_errors
+    def clear(self, label: str) -> tuple[Any, ...]:
+        return [], self.draw([], label), ""
+
+    @show_errors
+    def greet(self, turns: list[Turn], label: str) -> Any:
+        return gr.skip() if turns else self.draw([], label)
 
 
-def last_message(prompt: str | Messages) -> str:
-    """The message that a prompt ends with."""
-    return prompt if isinstance(prompt, str) else prompt[-1]["content"]
+def fill(prompt: str | Messages) -> tuple[Any, ...]:
+    """Return the dialogue of a prompt, its HTML, and values of the system prompt, the form and the message inputs."""
+    turns, *values = prompt_values(prompt)
+    system, turns = split_system(turns)
+    return turns, dialogue_as_html(turns) if turns else gr.skip(), system, *values

@@ -7,79 +7,76 @@ import html
 from collections.abc import Iterator
 from typing import Any
 
+import gradio as gr
+
 from lightrlhf.data.responses import are_identical
-from lightrlhf.demo.inputs import errors_to_toast
+from lightrlhf.demo.inputs import PRIVATE, QUIET, make_html, show_errors
 from lightrlhf.demo.markup import cards_as_html, prompt_as_html, table_as_html, tag, welcome
 from lightrlhf.demo.session import DemoBackend
 from lightrlhf.rewards.functions import as_text
 
 CAPTIONS = {"A": "A is better", "B": "B is better", "tie": "Tie", "skip": "Skip"}  # their keys are 1 to 4
 HEADERS = ("model", "against", "pairs", "votes", "wins", "ties", "losses", "win rate [95%]", "A preferred")
+EMPTY = welcome("Two answers, one vote", told="Enter your name and press Next pair. Keys 1 to 4 vote.")
 
 
-def compare_tab(gr: Any, backend: DemoBackend, app: Any) -> tuple[Any, Any]:
-    """Builds the tab of a page; returns its two model dropdowns."""
-    safe = functools.partial(errors_to_toast, gr)
+def compare_tab(backend: DemoBackend, app: Any) -> tuple[Any, Any]:
+    """Build the tab of a page; returns its two model dropdowns."""
     pair, voted = gr.State(None), gr.State(None)
-    start = welcome("Two answers, one vote", told="Enter your name and press Next pair. Keys 1 to 4 vote.")
     with gr.Column(elem_classes="rating"):
-        rater, one, other, load = pair_inputs(gr, backend)
-        shown = gr.HTML(start, elem_id="pair", apply_default_css=False)
+        rater, one, other, load = pair_inputs(backend)
+        shown = make_html(EMPTY, elem_id="pair")
         with gr.Row(elem_classes="verdicts"):
-            buttons = [
-                gr.Button(caption, interactive=False, min_width=130, elem_classes="verdict")
-                for caption in CAPTIONS.values()
-            ]
+            look = {"interactive": False, "min_width": 130, "elem_classes": "verdict"}
+            buttons = [gr.Button(caption, **look) for caption in CAPTIONS.values()]
         with gr.Row(elem_classes="after-vote"):
-            comment = gr.Textbox(
-                label="Comment", show_label=False, container=False, max_lines=2, placeholder="Comment (optional)"
-            )
+            look = {"show_label": False, "container": False, "max_lines": 2}
+            comment = gr.Textbox(label="Comment", placeholder="Comment (optional)", **look)
             undo = gr.Button("Undo last vote", size="sm", min_width=120, scale=0, interactive=False)
-        told = gr.HTML("", elem_classes="hint", apply_default_css=False)
-        table = gr.HTML(tally_as_html(backend), elem_id="tally", apply_default_css=False)
-    outputs = [pair, shown, *buttons]
+        told, table = make_html(elem_classes="hint"), make_html(tally_as_html(backend), elem_id="tally")
 
+    @show_errors
     def show(one: str, other: str, rater: str) -> Iterator[list[Any]]:
-        yield waiting(gr)
+        yield draw_pair(None)
         try:
             found = backend.next_pair(one, other, rater)
         except Exception:
-            yield [None, start, *[gr.update(interactive=False)] * len(buttons)]
+            yield [None, EMPTY, *draw_pair(None)[2:]]
             raise
-        yield pair_shown(gr, found)
+        yield draw_pair(found)
 
     def vote(verdict: str, pair: dict[str, Any] | None, comment: str) -> list[Any]:
         is_new = backend.vote(pair, verdict, comment)
         line = f"Voted: {CAPTIONS[verdict]}." if is_new else "You have already voted on this pair."
-        return [pair, line, "", gr.update(interactive=True), tally_as_html(backend), *waiting(gr)]
+        return [pair, line, "", gr.update(interactive=True), tally_as_html(backend), *draw_pair(None)]
 
+    @show_errors
     def withdraw(voted: dict[str, Any] | None) -> list[Any]:
         backend.withdraw(voted)
         line = "Your last vote is withdrawn; vote again."
-        return [None, line, gr.update(interactive=False), tally_as_html(backend), *pair_shown(gr, voted or {})]
+        return [None, line, gr.update(interactive=False), tally_as_html(backend), *draw_pair(voted)]
 
-    quiet = {"show_progress": "hidden"}
-    showing = safe(show), [one, other, rater], outputs
-    load.click(*showing, api_name="next_pair", **quiet)
-    next_pairs = []
-    for verdict, button in zip(CAPTIONS, buttons):
-        casting = safe(functools.partial(vote, verdict)), [pair, comment], [voted, told, comment, undo, table, *outputs]
-        voting = button.click(*casting, api_name=f"vote_{verdict}", **quiet)
-        next_pairs.append(voting.success(*showing, api_visibility="private", **quiet))
-    taken_back = safe(withdraw), voted, [voted, told, undo, table, *outputs]
-    undo.click(*taken_back, api_name="undo_vote", cancels=next_pairs, **quiet)  # the next pair would replace the last
-
+    @show_errors
     def refresh(request: gr.Request) -> list[Any]:
-        name = request.username or gr.skip()  # without login the user may be typing a name already
+        name = request.username or gr.skip()  # without a login the user may be typing a name already
         return [name, tally_as_html(backend)]
 
-    refresh.__annotations__["request"] = gr.Request  # the annotation is a string, and gr is not a global name
-    app.load(safe(refresh), None, [rater, table], api_visibility="private", **quiet)
+    outputs = [pair, shown, *buttons]
+    load.click(show, [one, other, rater], outputs, api_name="next_pair", **QUIET)
+    next_pairs = []
+    for verdict, button in zip(CAPTIONS, buttons):
+        casting = show_errors(functools.partial(vote, verdict))
+        changed = [voted, told, comment, undo, table, *outputs]
+        voting = button.click(casting, [pair, comment], changed, api_name=f"vote_{verdict}", **QUIET)
+        next_pairs.append(voting.success(show, [one, other, rater], outputs, **PRIVATE))
+    changed = [voted, told, undo, table, *outputs]  # the next pair would replace the last
+    undo.click(withdraw, voted, changed, api_name="undo_vote", cancels=next_pairs, **QUIET)
+    app.load(refresh, None, [rater, table], **PRIVATE)
     return one, other
 
 
-def pair_inputs(gr: Any, backend: DemoBackend) -> tuple[Any, Any, Any, Any]:
-    """Makes the inputs of the rater's name and both models, and the button for the next pair."""
+def pair_inputs(backend: DemoBackend) -> tuple[Any, Any, Any, Any]:
+    """Make the inputs of the rater's name and both models, and the button for the next pair."""
     labels, newest = backend.cache.labels(), backend.cache.newest()
     with gr.Row(elem_classes="raters"):
         rater = gr.Textbox(label="Your name", max_lines=1, min_width=140)
@@ -89,23 +86,19 @@ def pair_inputs(gr: Any, backend: DemoBackend) -> tuple[Any, Any, Any, Any]:
     return rater, one, other, load
 
 
-def waiting(gr: Any) -> list[Any]:
-    """Values of the pair, its HTML and the buttons while a pair is made."""
-    cards = cards_as_html(["Answer A", "Answer B"], ["", ""])
-    return [None, cards, *[gr.update(interactive=False)] * len(CAPTIONS)]
+def draw_pair(pair: dict[str, Any] | None) -> list[Any]:
+    """Values of the pair, its HTML and the buttons; without a pair, one is being made.
 
-
-def pair_shown(gr: Any, chosen: dict[str, Any]) -> list[Any]:
-    """The same values for a pair; neither of two identical answers can be voted the better one."""
-    prompt = prompt_as_html(as_text(chosen["prompt"]))
-    cards = cards_as_html(["Answer A", "Answer B"], chosen["responses"])
-    differ = not are_identical(*chosen["responses"])
-    return [chosen, prompt + cards, *(gr.update(interactive=differ or name in ("tie", "skip")) for name in CAPTIONS)]
+    Neither of two identical answers can be voted the better one.
+    """
+    prompt = prompt_as_html(as_text(pair["prompt"])) if pair else ""
+    cards = cards_as_html(["Answer A", "Answer B"], pair["responses"] if pair else ["", ""])
+    offered = () if pair is None else ("tie", "skip") if are_identical(*pair["responses"]) else CAPTIONS
+    return [pair, prompt + cards, *(gr.update(interactive=name in offered) for name in CAPTIONS)]
 
 
 def tally_as_html(backend: DemoBackend) -> str:
     """The tally of all votes, and a line with their number and the agreement of raters."""
     rows, line = backend.vote_table()
-    return table_as_html(HEADERS, rows, "Tally of all votes", "no votes yet") + tag(
-        "p", html.escape(line), class_="hint"
-    )
+    hint = tag("p", html.escape(line), class_="hint")
+    return table_as_html(HEADERS, rows, "Tally of all votes", "no votes yet") + hint

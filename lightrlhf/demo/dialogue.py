@@ -3,7 +3,7 @@
 A turn is a dictionary: `role` and `content`; of a user's turn `prompt` (what the model gets, without a system message)
 and `attempts` (answers so far); of an answer `answer`, `label` of its model, `scores` and `measures` once they are
 known. An answer that is being written is `streaming`; one without text yet has `pending`, the reason.
-Left out: tools, images, and branches of a dialogue (an edited message drops what follows it).
+Left out: tools, images, and branches of a dialogue (an edit_turn message drops what follows it).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def prompt_of(turns: list[Turn], form: str, text: str, subreddit: str, title: st
     Raises: UsageError when message or post is empty or too long.
     """
     text, subreddit, title, post = (
-        cleaned(name, value)
+        clean_text(name, value)
         for name, value in (("message", text), ("subreddit", subreddit), ("title", title), ("post", post))
     )
     if form == "summary":
@@ -38,7 +38,7 @@ def prompt_of(turns: list[Turn], form: str, text: str, subreddit: str, title: st
         raise UsageError("the message is empty; enter a text")
     if form == "as written":
         return text
-    earlier = [{"role": turn["role"], "content": said(turn)} for turn in turns]
+    earlier = [{"role": turn["role"], "content": content_of(turn)} for turn in turns]
     return [*earlier, {"role": "user", "content": text}]
 
 
@@ -55,7 +55,7 @@ def prompt_values(prompt: str | Messages) -> tuple[list[Turn], str, str, str, st
     return [], "as written", prompt, "", "", ""
 
 
-def cleaned(name: str, text: str | None, limit: int = MAX_CHARACTERS) -> str:
+def clean_text(name: str, text: str | None, limit: int = MAX_CHARACTERS) -> str:
     """What a user entered, without halves of characters, which no file can store. Raises: UsageError when too long."""
     text = text or ""
     if len(text) > limit:
@@ -68,15 +68,15 @@ def user_turn(content: str, prompt: str | Messages) -> Turn:
     return {"role": "user", "content": content, "prompt": prompt, "attempts": 0}
 
 
-def edited(turns: list[Turn], index: Any, text: Any) -> list[Turn]:
+def edit_turn(turns: list[Turn], index: Any, text: Any) -> list[Turn]:
     """The dialogue up to a message of the user, with another text; what followed it is dropped.
 
     Raises: UsageError when there is no such message, or its new text is empty or too long.
     """
     chosen = turn_at(turns, index)
-    text = cleaned("message", text if isinstance(text, str) else "")
+    text = clean_text("message", text if isinstance(text, str) else "")
     if chosen.get("role") != "user":
-        raise UsageError("only your own messages can be edited")
+        raise UsageError("only your own messages can be edit_turn")
     if not text.strip():
         raise UsageError("the message is empty; enter a text")
     before = chosen["prompt"]
@@ -99,7 +99,7 @@ def with_system(prompt: str | Messages, system: str) -> str | Messages:
     return [{"role": "system", "content": system}, *rest]
 
 
-def without_system(turns: list[Turn]) -> tuple[str, list[Turn]]:
+def split_system(turns: list[Turn]) -> tuple[str, list[Turn]]:
     """The text of a system message at the start, empty if there is none, and the other turns."""
     if turns and turns[0]["role"] == "system":
         return turns[0]["content"], turns[1:]
@@ -119,13 +119,13 @@ def split_thinking(text: str) -> tuple[str, str]:
     return (inner if began else before).strip(), ((before if began else "") + answer).strip()
 
 
-def said(turn: Turn) -> str:
+def content_of(turn: Turn) -> str:
     """What a turn says to later ones: of an answer the text behind its thinking, if it got so far."""
     content: str = turn["content"]
     return content if turn["role"] == "user" else split_thinking(content)[1] or content
 
 
-def without_pending(turns: list[Turn]) -> list[Turn]:
+def end_stream(turns: list[Turn]) -> list[Turn]:
     """The dialogue after the end of a stream: without an answer that never began, the last one being complete."""
     if turns and "pending" in turns[-1]:
         return turns[:-1]

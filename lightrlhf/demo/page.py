@@ -16,21 +16,14 @@ Left out: uploads, audio and images, and user accounts (raters enter their name)
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 from lightrlhf.cli.errors import UsageError, one_line_errors
 from lightrlhf.cli.parser import parse
 from lightrlhf.demo.args import DemoArgs, read_password
-from lightrlhf.demo.chat_tab import chat_tab
-from lightrlhf.demo.compare_tab import compare_tab
 from lightrlhf.demo.guard import Guard
-from lightrlhf.demo.inputs import errors_to_toast
 from lightrlhf.demo.markup import HEADER
-from lightrlhf.demo.rollouts_tab import rollouts_tab
-from lightrlhf.demo.runs_tab import runs_tab
 from lightrlhf.demo.session import DemoBackend
-from lightrlhf.demo.side_by_side_tab import side_by_side_tab
 from lightrlhf.demo.theme import ASSETS, make_theme
 
 MAX_QUEUE = 256  # requests of all users that wait for an answer
@@ -80,29 +73,35 @@ def serve(app: Any, args: DemoArgs) -> None:
 
 
 def build(backend: DemoBackend) -> Any:
-    """The Gradio app of a backend."""
-    os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # read when gradio is imported
-    os.environ["GRADIO_RUN_HISTORY"] = "False"  # would keep questions and answers in the browser, or elsewhere
+    """Build the Gradio app of a backend."""
     import gradio as gr
 
+    from lightrlhf.demo.chat_tab import chat_tab
+    from lightrlhf.demo.compare_tab import compare_tab
+    from lightrlhf.demo.inputs import PRIVATE, make_html, show_errors
+    from lightrlhf.demo.rollouts_tab import rollouts_tab
+    from lightrlhf.demo.runs_tab import runs_tab
+    from lightrlhf.demo.side_by_side_tab import side_by_side_tab
+
     with gr.Blocks(title="lightrlhf", analytics_enabled=False, fill_width=True) as app:
-        gr.HTML(HEADER, apply_default_css=False)
+        make_html(HEADER)
         with gr.Tabs(elem_id="tabs") as tabs:
             with gr.Tab("Chat", id="chat"):
-                models = [chat_tab(gr, backend)]
+                models = [chat_tab(backend)]
             if len(backend.cache.labels()) > 1:
                 with gr.Tab("Side by side", id="side_by_side"):
-                    models += [side_by_side_tab(gr, backend)]
+                    models += [side_by_side_tab(backend)]
                 with gr.Tab("Compare blind", id="compare"):
-                    models += compare_tab(gr, backend, app)
+                    models += compare_tab(backend, app)
             if backend.runs():
                 with gr.Tab("Runs", id="runs") as runs:
-                    runs_tab(gr, backend, runs)
+                    runs_tab(backend, runs)
                 with gr.Tab("Rollouts", id="rollouts") as rollouts:
-                    rollouts_tab(gr, backend, app, tabs, rollouts)
+                    rollouts_tab(backend, app, tabs, rollouts)
 
+        @show_errors
         def refresh() -> dict[Any, Any]:  # a running experiment adds checkpoints
             return {model: gr.update(choices=backend.cache.labels()) for model in models}
 
-        app.load(errors_to_toast(gr, refresh), None, models, show_progress="hidden")
+        app.load(refresh, None, models, **PRIVATE)
     return app

@@ -16,8 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl
 
+import gradio as gr
+
 from lightrlhf.cli.errors import UsageError
-from lightrlhf.demo.inputs import errors_to_toast, given
+from lightrlhf.demo.inputs import PRIVATE, event_values, make_html, show_errors
 from lightrlhf.demo.models import token_texts
 from lightrlhf.demo.rollout_file import RolloutFile, Samples
 from lightrlhf.demo.rollouts import ALL, COLOURS, LONGEST_TEXT, ORDERS, SORTS, View, logged_colours, nearest, steps_of
@@ -35,7 +37,6 @@ if TYPE_CHECKING:
 
 LONGEST_ADDRESS = 4000  # characters
 READ_SECONDS = 0.2  # that a view waits for what has been added to a file
-QUIET = {"show_progress": "hidden", "api_visibility": "private"}
 NOTHING = (
     "No run shown here has logged samples: --log_rollouts keeps some of each logged step, where a program samples, "
     "and of each evaluation (--eval_interval)."
@@ -43,69 +44,73 @@ NOTHING = (
 INPUTS = ("run", "step", "all", "against", "q", "sort", "order", "colour")  # but for `all` as in an address
 
 
-def rollouts_tab(gr: Any, backend: DemoBackend, app: Any, tabs: Any, tab: Any) -> None:
+def rollouts_tab(backend: DemoBackend, app: Any, tabs: Any, tab: Any) -> None:
     """Builds the tab; an address that names it opens it."""
-    safe = functools.partial(errors_to_toast, gr)
     rollouts = Rollouts(backend)
     rollouts.read_ahead()
     now = gr.State("")  # the query of the view
     with gr.Column(visible=bool(rollouts.labels())) as controls:
-        inputs, reload = view_inputs(gr, rollouts.labels())
+        inputs, reload = view_inputs(rollouts.labels())
     run, step, every, against, text, sort, order, colour = inputs
     script = (ASSETS / "rollouts.js").read_text(encoding="utf-8")
-    shown = gr.HTML(note("The samples are being read."), js_on_load=script, apply_default_css=False)
+    shown = make_html(note("The samples are being read."), js_on_load=script)
     parts = [*inputs, shown, now, controls]
 
     def open_query(query: Mapping[str, str]) -> list[Any]:
         run, slider, *others = rollouts.open(query)
         return [gr.update(**run), gr.update(**slider), *others, gr.update(visible=bool(rollouts.labels()))]
 
+    @show_errors
     def reopen(query: str) -> list[Any]:
         return open_query(dict(parse_qsl(query)))
 
+    @show_errors
     def open_address(request: gr.Request) -> list[Any]:
         query = dict(request.query_params)
         if query.get("tab") != "rollouts":
             return [gr.skip() for _ in (tabs, *parts)]
         return [gr.update(selected="rollouts"), *open_query(query)]
 
+    @show_errors
     def entered(query: str) -> list[Any]:
         is_open = view_at(query).run  # a link that names the tab selects it, too
         return [gr.skip() for _ in parts] if is_open else open_query({})
 
+    @show_errors
     def another_run(label: str | None, query: str) -> list[Any]:
         view = view_at(query)
         return open_query({"run": label or "", "sort": view.sort, "order": view.order})
 
+    @show_errors
     def follow(clicked: gr.EventData) -> list[Any]:
-        return reopen(str(given(clicked).get("query", ""))[:LONGEST_ADDRESS])
+        return reopen(str(event_values(clicked).get("query", ""))[:LONGEST_ADDRESS])
 
+    @show_errors
     def look(query: str, *values: Any) -> list[Any]:
         asked = replace(view_of(values), prompt=view_at(query).prompt)
         return [rollouts.show(asked), asked.query()]
 
+    @show_errors
     def search(query: str, *values: Any) -> list[Any]:
         if view_of(values).q == view_at(query).q:  # a view that was opened fills the box, too
             return [gr.skip(), gr.skip()]
         return look(query, *values)
 
-    follow.__annotations__["clicked"] = gr.EventData  # annotations are strings, and gr is not a global name
-    open_address.__annotations__["request"] = gr.Request
     # One queue for all events that make a view, so that the view shown is the last one: with a queue each, an
     # earlier event that takes longer would overwrite it.
-    quiet = QUIET | {"concurrency_id": "rollouts", "concurrency_limit": 1}
-    app.load(safe(open_address), None, [tabs, *parts], **quiet)
-    tab.select(safe(entered), now, parts, **quiet)
-    reload.click(safe(reopen), now, parts, **quiet)
-    shown.click(safe(follow), None, parts, **quiet)
-    run.input(safe(another_run), [run, now], parts, **quiet)
+    quiet = PRIVATE | {"concurrency_id": "rollouts", "concurrency_limit": 1}
+    app.load(open_address, None, [tabs, *parts], **quiet)
+    tab.select(entered, now, parts, **quiet)
+    reload.click(reopen, now, parts, **quiet)
+    shown.click(follow, None, parts, **quiet)
+    run.input(another_run, [run, now], parts, **quiet)
     looking = [now, *inputs], [shown, now]
-    text.change(safe(search), *looking, trigger_mode="always_last", **quiet)  # Gradio has no input event for a paste
+    text.change(search, *looking, trigger_mode="always_last", **quiet)  # Gradio has no input event for a paste
     for part in (step, every, against, sort, order, colour):
-        part.input(safe(look), *looking, trigger_mode="always_last", **quiet)
+        part.input(look, *looking, trigger_mode="always_last", **quiet)
 
 
-def view_inputs(gr: Any, labels: list[str]) -> tuple[list[Any], Any]:
+def view_inputs(labels: list[str]) -> tuple[list[Any], Any]:
     """Makes the inputs of a view, in the order of `INPUTS`, and the button that reads the files again."""
     with gr.Row(elem_classes="rollout-inputs"):
         run = gr.Dropdown(labels, value=None, label="Run", scale=2)

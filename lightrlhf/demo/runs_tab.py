@@ -5,7 +5,6 @@ Left out: changes of a page's choices by its address, and curves of experiments 
 
 from __future__ import annotations
 
-import functools
 import html
 import math
 from collections.abc import Mapping, Sequence
@@ -13,9 +12,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
+import gradio as gr
+
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.demo.chart import chart
-from lightrlhf.demo.inputs import errors_to_toast, given
+from lightrlhf.demo.inputs import PRIVATE, event_values, make_html, show_errors
 from lightrlhf.demo.markup import scores_as_html, table_as_html, tag
 from lightrlhf.demo.models import formatted
 from lightrlhf.demo.runs import (
@@ -49,66 +50,64 @@ FINAL = ["runs", "seeds", "first", "last", "± standard error", "best", "at step
 HINT = "Samples that were logged nearest the point under the mouse are shown here."
 
 
-def runs_tab(gr: Any, backend: DemoBackend, tab: Any) -> None:
+def runs_tab(backend: DemoBackend, tab: Any) -> None:
     """Builds the tab; opening it or pressing Reload reads the files again."""
-    safe = functools.partial(errors_to_toast, gr)
     names = list(backend.runs())
     policies = [name for name, folder in backend.runs().items() if folder in backend.args.model_name]
-    (chosen, by_settings, metric, axis, smoothing), follow, reload = chart_inputs(gr, names)
-    warnings = gr.HTML(apply_default_css=False)
+    (chosen, by_settings, metric, axis, smoothing), follow, reload = chart_inputs(names)
+    warnings = make_html()
     with gr.Row():
         with gr.Column(scale=3, min_width=320):
             script = (ASSETS / "runs.js").read_text(encoding="utf-8")
-            drawing = gr.HTML(js_on_load=script, apply_default_css=False)
+            drawing = make_html(js_on_load=script)
         with gr.Column(scale=2, min_width=320):
-            beside = gr.HTML(beside_html(tag("p", HINT, class_="hint")), apply_default_css=False)
-    final = gr.HTML(apply_default_css=False)
+            beside = make_html(beside_html(tag("p", HINT, class_="hint")))
+    final = make_html()
     with gr.Accordion("Values by step", open=False):
-        values = gr.HTML(apply_default_css=False)
+        values = make_html()
     with gr.Accordion("Arguments in which the runs differ", open=False):
-        arguments = gr.HTML(apply_default_css=False)
+        arguments = make_html()
     run = gr.Dropdown(names, value=policies[-1] if policies else None, label="Run of the samples and the model card")
     with gr.Accordion("Samples during training", open=True):
-        table = gr.HTML(apply_default_css=False)
+        table = make_html()
     with gr.Accordion("Model card", open=False):
         text = gr.Markdown()
 
+    @show_errors
     def draw(chosen: list[str], *settings: Any) -> list[Any]:
         folders = {label: folder for label, folder in backend.runs().items() if label in chosen}
         names, metric, *html = views_of(folders, *settings)
         return [gr.update(choices=names, value=metric), *html]
 
+    @show_errors
     def show(event: gr.EventData) -> str:
-        asked, step = given(event).get("runs"), given(event).get("step")
+        asked, step = event_values(event).get("runs"), event_values(event).get("step")
         if not isinstance(asked, list) or not isinstance(step, int | float) or not math.isfinite(step):
             raise UsageError("this point of the chart has no runs and no step; reload the page")
         shown = {label: folder for label, folder in backend.runs().items() if label in asked}
         return beside_html("".join(samples_html(*run, int(step)) for run in shown.items()))
 
-    show.__annotations__["event"] = gr.EventData  # the annotation is a string, and gr is not a global name
-
+    @show_errors
     def describe(run: str | None) -> list[Any]:
         folder = backend.runs().get(run or "")
         return [samples_table(folder), card(folder)]
 
     inputs = [chosen, by_settings, metric, axis, smoothing]
-    drawing_all = safe(draw), inputs, [metric, drawing, warnings, final, values, arguments]
-    describing = safe(describe), run, [table, text]
+    drawing_all = draw, inputs, [metric, drawing, warnings, final, values, arguments]
+    describing = describe, run, [table, text]
     timer = gr.Timer(FOLLOW_SECONDS, active=False)
     for event in (tab.select, reload.click):
         event(*drawing_all, api_visibility="private")
         event(*describing, api_visibility="private")
     for event in (chosen.input, by_settings.input, metric.input, axis.input, smoothing.release):
         event(*drawing_all, api_visibility="private")
-    timer.tick(*drawing_all, api_visibility="private", show_progress="hidden")
+    timer.tick(*drawing_all, **PRIVATE)
     follow.input(lambda on: gr.Timer(active=on), follow, timer, api_visibility="private")
-    drawing.select(
-        safe(show), None, beside, api_visibility="private", show_progress="hidden", trigger_mode="always_last"
-    )
+    drawing.select(show, None, beside, trigger_mode="always_last", **PRIVATE)
     run.input(*describing, api_visibility="private")
 
 
-def chart_inputs(gr: Any, names: list[str]) -> tuple[list[Any], Any, Any]:
+def chart_inputs(names: list[str]) -> tuple[list[Any], Any, Any]:
     """Makes the inputs of the chart, in the order of `views_of`, the box to follow the files, and the reload button."""
     chosen = gr.CheckboxGroup(names, value=names, label="Runs")
     with gr.Row():

@@ -25,7 +25,7 @@ from lightrlhf.data.batch import mix_seed
 from lightrlhf.data.splits import load_prompts
 from lightrlhf.data.tokens import encode_prompt
 from lightrlhf.demo.args import DemoArgs
-from lightrlhf.demo.dialogue import FORMS, Turn, cleaned, prompt_values, turn_at, with_system
+from lightrlhf.demo.dialogue import FORMS, Turn, clean_text, prompt_values, turn_at, with_system
 from lightrlhf.demo.guard import MAX_NAME
 from lightrlhf.demo.markup import Scores, tokens_as_html
 from lightrlhf.demo.models import (
@@ -213,7 +213,7 @@ class DemoBackend:
             pending = {"role": "assistant", "content": "", "label": label, "pending": self.waits_for(label)}
             yield [*earlier, question, pending]
             model, answer_seed = self.cache.model(label), mix_seed(1000 * index + attempts, start=int(seed or 0))
-            prompt = with_system(question["prompt"], cleaned("system prompt", system))
+            prompt = with_system(question["prompt"], clean_text("system prompt", system))
             check_system(model.tokenizer, prompt, label)
             for answer in throttle(stream_answer(model, prompt, self.settings(*sliders), answer_seed)):
                 turn = {"role": "assistant", "content": answer.text.strip(), "answer": answer, "label": label}
@@ -267,7 +267,7 @@ class DemoBackend:
         if not 2 <= len(names) <= MAX_SIDE_BY_SIDE:
             raise UsageError(f"choose 2 to {MAX_SIDE_BY_SIDE} models, not {len(names)}")
         yield [""] * len(names), []
-        settings, prompt = self.settings(*sliders), with_system(prompt, cleaned("system prompt", system))
+        settings, prompt = self.settings(*sliders), with_system(prompt, clean_text("system prompt", system))
         for name in names:
             check_system(self.cache.model(name).tokenizer, prompt, name)
         streams = [stream_answer(self.cache.model(name), prompt, settings, int(seed or 0)) for name in names]
@@ -287,7 +287,7 @@ class DemoBackend:
 
         Raises: UsageError when no pair is left, without a rater, or unless the models differ.
         """
-        rater = cleaned("name", rater, MAX_NAME).strip()
+        rater = clean_text("name", rater, MAX_NAME).strip()
         if not rater:
             raise UsageError("enter your name first; votes are counted per rater")
         if one == other or not (one and other):
@@ -322,7 +322,7 @@ class DemoBackend:
         """Store a vote; False if this rater has already voted on the pair. Raises: UsageError without a pair."""
         if not pair:
             raise UsageError("there is no pair to vote on; press Next pair")
-        comment = cleaned("comment", comment).strip()
+        comment = clean_text("comment", comment).strip()
         now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         return append_vote(self.votes_file, {**pair, "verdict": verdict, "comment": comment, "time": now})
 

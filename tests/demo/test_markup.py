@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightrlhf.demo.dialogue import prompt_of, split_thinking, user_turn, without_pending
+from lightrlhf.demo.dialogue import end_stream, prompt_of, split_thinking, user_turn
 from lightrlhf.demo.markup import cards_as_html, dialogue_as_html, shortened, table_as_html, welcome
 
 EVIL = '<img src=x onerror="window.pwned=1">${1+1}{{7*7}}'
@@ -57,9 +57,9 @@ def test_a_dialogue_is_busy_while_an_answer_is_written():
     assert "Loading ppo …" in dialogue_as_html([question, pending])
     for turns, is_busy in (([question], False), ([question, pending], True), ([question, writing], True)):
         assert ('aria-busy="true"' in dialogue_as_html(turns)) == is_busy
-        assert 'aria-busy="true"' not in dialogue_as_html(without_pending(turns))
-    assert without_pending([question, pending]) == [question] and without_pending([]) == []
-    assert without_pending([question, writing])[1]["content"] == "Hi"
+        assert 'aria-busy="true"' not in dialogue_as_html(end_stream(turns))
+    assert end_stream([question, pending]) == [question] and end_stream([]) == []
+    assert end_stream([question, writing])[1]["content"] == "Hi"
 
 
 def test_a_table_names_the_column_in_each_cell():

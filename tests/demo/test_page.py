@@ -16,7 +16,6 @@ from lightrlhf.cli.parser import parse
 from lightrlhf.demo.args import DemoArgs
 from lightrlhf.demo.dialogue import prompt_of
 from lightrlhf.demo.guard import FREE_GUESSES
-from lightrlhf.demo.inputs import MESSAGE_SECONDS, errors_to_toast
 from lightrlhf.demo.page import build, serve
 from lightrlhf.demo.session import DemoBackend
 
@@ -27,6 +26,8 @@ pytest.importorskip("gradio", reason="needs pip install -e '.[demo]'")
 def test_an_error_becomes_a_message_of_one_line_that_vanishes(streams, capsys):
     import gradio
 
+    from lightrlhf.demo.inputs import MESSAGE_SECONDS, show_errors
+
     def call(problem: Exception) -> None:
         raise problem
 
@@ -34,7 +35,7 @@ def test_an_error_becomes_a_message_of_one_line_that_vanishes(streams, capsys):
         yield 1
         raise problem
 
-    function = errors_to_toast(gradio, stream if streams else call)
+    function = show_errors(stream if streams else call)
     for problem, line in ((UsageError("a <b> c"), "a &lt;b&gt; c"), (KeyError("x"), "KeyError: 'x'")):
         with pytest.raises(gradio.Error) as shown:
             list(function(problem))

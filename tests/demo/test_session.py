@@ -13,13 +13,13 @@ from lightrlhf.cli.parser import parse
 from lightrlhf.demo.args import DemoArgs
 from lightrlhf.demo.dialogue import (
     FORMS,
-    edited,
+    edit_turn,
+    end_stream,
     prompt_of,
     prompt_values,
+    split_system,
     user_turn,
     with_system,
-    without_pending,
-    without_system,
 )
 from lightrlhf.demo.session import STARTERS, DemoBackend, check_system
 from lightrlhf.demo.votes import read_votes
@@ -35,7 +35,7 @@ def test_an_answer_grows_and_has_reward_kl_and_length(backend):
     assert again[-1]["pending"] == "Answering …"
     texts = [state[-1]["answer"].text for state in grown]
     assert all(later.startswith(earlier) for earlier, later in zip(texts, texts[1:]))
-    scored = backend.score_last(without_pending(grown[-1]), 1.0)
+    scored = backend.score_last(end_stream(grown[-1]), 1.0)
     assert [name for name, _ in scored[-1]["scores"]] == ["reward", "KL", ""]
     assert scored[-1]["content"] == grown[-1][-1]["answer"].text.strip()  # what is copied has no scores in it
     shown = backend.with_tokens(scored, 1, "as trained")
@@ -66,13 +66,13 @@ def test_a_second_turn_gets_the_whole_dialogue_and_regenerating_samples_anew(bac
 def test_an_edited_message_drops_what_followed_it(backend):
     first = say(backend, "A tea, please.")
     second = say(backend, "And a scone.", first)
-    turns = edited(second, 2, "And a muffin.")
+    turns = edit_turn(second, 2, "And a muffin.")
     assert [turn["content"] for turn in turns] == [*(turn["content"] for turn in first), "And a muffin."]
     assert turns[-1]["prompt"] == [*second[2]["prompt"][:-1], {"role": "user", "content": "And a muffin."}]
-    assert edited([user_turn("x", "x")], 0, "y")[0]["prompt"] == "y"
+    assert edit_turn([user_turn("x", "x")], 0, "y")[0]["prompt"] == "y"
     for index, text in ((1, "x"), (2, " "), (9, "x"), (True, "x")):
         with pytest.raises(UsageError):
-            edited(second, index, text)
+            edit_turn(second, index, text)
 
 
 def test_a_system_prompt_needs_a_template_that_has_one(backend):
@@ -85,7 +85,7 @@ def test_a_system_prompt_needs_a_template_that_has_one(backend):
         with_system(talk, "Be kind.") == [system, *talk] == with_system([{**system, "content": "x"}, *talk], "Be kind.")
     )
     assert with_system(talk, " ") is talk and with_system("as written", "Be kind.") == "as written"
-    assert without_system(prompt_values([system, *talk, *talk])[0]) == (
+    assert split_system(prompt_values([system, *talk, *talk])[0]) == (
         "Be kind.",
         [user_turn(talk[0]["content"], [system, *talk])],
     )

@@ -10,7 +10,7 @@ from helpers import tiny_model
 from helpers.processes import PATIENCE
 from lightrlhf.cli.parser import parse
 from lightrlhf.demo.args import DemoArgs
-from lightrlhf.demo.dialogue import prompt_of, user_turn, without_pending
+from lightrlhf.demo.dialogue import end_stream, prompt_of, user_turn
 from lightrlhf.demo.session import DemoBackend
 
 SFT, PPO = "rlhf-supervised-finetuning step 2", "rlhf-ppo step 1"
@@ -27,7 +27,7 @@ def say(
 ) -> list:
     turns = [*turns, user_turn(text, prompt_of(list(turns), "dialogue", text, "", "", ""))]
     *_, turns = backend.reply(turns, label, "", seed, *sliders)
-    turns = without_pending(turns)
+    turns = end_stream(turns)
     return turns
 
 
