@@ -8,11 +8,13 @@ Left out: tools, images, and branches of a dialogue (an edit_turn message drops 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.demo.summaries import summary_fields, summary_prompt
-from lightrlhf.rewards.encoding import Messages
+
+if TYPE_CHECKING:
+    from lightrlhf.rewards.encoding import Messages
 
 FORMS = ("dialogue", "summary", "as written")
 MAX_CHARACTERS = 100_000  # of a text

@@ -8,7 +8,6 @@ Left out: an index on disk, because the page writes nothing into the folder of a
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import os
@@ -16,19 +15,19 @@ import re
 import threading
 import time
 from array import array
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from itertools import compress
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
+import pandas as pd
 from numpy.typing import NDArray
 
 CHUNK = 2**21  # bytes that are parsed before the time is looked at
-NUMBERS = (  # of each sample; NaN where the program has none
+NUMBERS = (  # columns of the index, NaN where the program logs no value
     "step",
     "version",  # of the weights that sampled it
     "group",
@@ -40,12 +39,15 @@ NUMBERS = (  # of each sample; NaN where the program has none
     "truncated",
     "deepest advantage",  # largest absolute value of a token
     "deepest value",
+    "prompt",  # its number among the distinct prompts
+    "start",  # of the row in the file
+    "bytes",
 )
+REWARD = "reward "  # and the name of a reward: further columns
 MOST = 1e300  # a number beyond it would break sums
 SEPARATOR = b"\0"  # between two texts; in a text it is replaced
 WORD = rb"[0-9a-z_\x80-\xff]"  # a byte of a word without its case; those from 128 on are of other letters
 Row = dict[str, Any]  # as in storage/jsonl.py, which imports torch
-Numbers = NDArray[np.float64]
 Flags = NDArray[np.bool_]
 
 
@@ -54,37 +56,36 @@ class NotASample(Exception):
 
 
 class Texts:
-    """Many texts without their case, to be searched as one."""
+    """Many texts without their case, searched as one."""
 
     def __init__(self) -> None:
         self.content, self.starts = bytearray(SEPARATOR), array("q")
 
     def append(self, text: str) -> None:
         self.starts.append(len(self.content))
-        self.content += folded(text).replace(SEPARATOR, b" ") + SEPARATOR
+        self.content += fold(text) + SEPARATOR
 
     def __getitem__(self, number: int) -> str:
         start = self.starts[number]
         return self.content[start : self.content.index(SEPARATOR, start)].decode()
 
-    def having(self, text: str, count: int) -> Flags:
-        """Which of the first `count` texts have `text` in them; in double quotes it is matched as whole words."""
+    def find(self, text: str) -> Flags:
+        """Return which texts contain `text`; in double quotes it is matched as whole words."""
         is_quoted = len(text) > 2 and text[0] == text[-1] == '"'
-        sought = re.escape(folded(text[1:-1] if is_quoted else text).replace(SEPARATOR, b" "))
+        sought = re.escape(fold(text[1:-1] if is_quoted else text))
         if is_quoted:  # the literal comes first, because it is what the regular expression is found by
             sought += b"(?<!" + WORD + sought + b")(?!" + WORD + b")"
         rest = b"[^" + SEPARATOR + b"]*"  # of a text that has been found
         copy = bytes(self.content)  # another thread may append
-        places = [found.start() for found in re.finditer(sought + rest, copy)]
-        numbers = np.searchsorted(np.array(self.starts), places, side="right") - 1
+        found = [match.start() for match in re.finditer(sought + rest, copy)]
         flags = np.zeros(len(self.starts), dtype=bool)
-        flags[numbers] = True
-        return flags[:count]
+        flags[np.searchsorted(np.array(self.starts), found, side="right") - 1] = True
+        return flags
 
 
-def folded(text: str) -> bytes:
-    """A text without its case, as UTF-8."""
-    return text.casefold().encode("utf-8", "replace")
+def fold(text: str) -> bytes:
+    """A text without its case, as UTF-8 without separators."""
+    return text.casefold().encode("utf-8", "replace").replace(SEPARATOR, b" ")
 
 
 @dataclass(frozen=True)
@@ -93,46 +94,36 @@ class Samples:
 
     path: Path
     file: BinaryIO
-    offsets: NDArray[np.int64]  # (N+1,) of the rows in the file
-    numbers: Mapping[str, Numbers]  # (N,) by the names in `NUMBERS`
-    rewards: Mapping[str, Numbers]  # (N,) by the names of the rewards
-    prompt: NDArray[np.int64]  # (N,) number of each sample's prompt among the distinct ones
-    prompts: dict[str, int]  # that number by `prompt_key`; grows with the file
-    prompt_texts: Texts  # of the distinct ones
-    response_texts: Texts
-    bad: Mapping[int, str]  # what is wrong with a line, by its number
-    read_bytes: int
     all_bytes: int
-    is_read: bool  # to the last complete line
+    table: pd.DataFrame = field(default_factory=lambda: pd.DataFrame(columns=NUMBERS, dtype=np.float64))
+    prompts: dict[str, int] = field(default_factory=dict)  # number of a prompt by `prompt_key`; grows with the file
+    prompt_texts: Texts = field(default_factory=Texts)  # of the distinct prompts
+    response_texts: Texts = field(default_factory=Texts)
+    bad: dict[int, str] = field(default_factory=dict)  # what is wrong with a line, by its number
+    read_bytes: int = 0
+    is_read: bool = False  # to the last complete line
 
     def __len__(self) -> int:
-        return len(self.prompt)
+        return len(self.table)
 
     def row(self, number: int) -> Row:
-        """A row of the file."""
-        start, end = self.offsets[number : number + 2].tolist()
-        row: Row = json.loads(os.pread(self.file.fileno(), end - start, start).split(b"\n", 1)[0])
+        """Read a row of the file."""
+        start, length = (int(self.table[name].iat[number]) for name in ("start", "bytes"))
+        row: Row = json.loads(os.pread(self.file.fileno(), length, start))
         return row
 
-    def having(self, text: str) -> Flags:
-        """Which samples have `text` in prompt or response, without regard to case; see `Texts.having`."""
-        prompts = self.prompt_texts.having(text, len(self.prompt_texts.starts))
-        return np.asarray(self.response_texts.having(text, len(self)) | prompts[self.prompt])
+    def find(self, text: str) -> Flags:
+        """Return which samples have `text` in prompt or response, without regard to case; see `Texts.find`."""
+        in_prompt = self.prompt_texts.find(text)[self.table["prompt"].to_numpy(int)]
+        return np.asarray(self.response_texts.find(text)[: len(self)] | in_prompt)
 
-    @cached_property
-    def steps(self) -> NDArray[np.int64]:
-        """The logged steps."""
-        return np.unique(self.numbers["step"]).astype(np.int64)
-
-    @cached_property
-    def step_index(self) -> NDArray[np.int64]:
-        """(N,) place of each sample's step in `steps`."""
-        return np.searchsorted(self.steps, self.numbers["step"])
-
-    @property
-    def share_read(self) -> float:
-        """How much of the file has been read."""
-        return self.read_bytes / self.all_bytes if self.all_bytes else 1.0
+    def number_prompt(self, prompt: str) -> int:
+        """Return the number of a prompt; a new one is appended, which no earlier sample refers to."""
+        key = prompt_key(prompt)
+        if key not in self.prompts:
+            self.prompts[key] = len(self.prompts)
+            self.prompt_texts.append(prompt)
+        return self.prompts[key]
 
 
 @dataclass
@@ -168,100 +159,43 @@ class RolloutFile:
         now = os.stat(self.path)
         if self.samples is not None:
             descriptor = self.samples.file.fileno()
-            before = os.fstat(descriptor)
             offset, line = self._last
-            is_same = (now.st_dev, now.st_ino) == (before.st_dev, before.st_ino) and now.st_size >= offset + len(line)
+            is_same = os.path.samestat(now, os.fstat(descriptor)) and now.st_size >= offset + len(line)
             if is_same and os.pread(descriptor, len(line), offset) == line:
                 return
-        none: Numbers = np.zeros(0)
-        self.samples = Samples(
-            path=self.path,
-            file=self.path.open("rb", buffering=0),
-            offsets=np.zeros(1, dtype=np.int64),
-            numbers=dict.fromkeys(NUMBERS, none),
-            rewards={},
-            prompt=np.zeros(0, dtype=np.int64),
-            prompts={},
-            prompt_texts=Texts(),
-            response_texts=Texts(),
-            bad={},
-            read_bytes=0,
-            all_bytes=now.st_size,
-            is_read=False,
-        )
+        self.samples = Samples(self.path, self.path.open("rb", buffering=0), now.st_size)
         self._lines, self._last = 0, (0, b"")
 
     def _read_chunk(self) -> bool:
-        """Read some complete lines; whether there may be more."""
+        """Read some complete lines; returns whether there may be more."""
         old = self.samples
         assert old is not None
         start, descriptor = old.read_bytes, old.file.fileno()
         chunk = os.pread(descriptor, CHUNK, start)
         while chunk and b"\n" not in chunk and (more := os.pread(descriptor, CHUNK, start + len(chunk))):
             chunk += more
-        end = chunk.rfind(b"\n") + 1
-        size = os.fstat(descriptor).st_size
-        if not end:
-            self.samples = dataclasses.replace(old, all_bytes=size, is_read=True)
-            return False
-        self.samples = self._extended(old, chunk[:end], size)
-        return not self.samples.is_read
-
-    def _extended(self, old: Samples, chunk: bytes, size: int) -> Samples:
-        place, bad = old.read_bytes, dict(old.bad)
-        offsets, prompts, rows, rewards = [], [], [], []
-        for line in chunk.split(b"\n")[:-1]:
-            self._lines += 1
-            self._last = (place, line)
-            if line.strip():
-                try:
-                    prompt, response, numbers, reward = summary(json.loads(line))
-                except NotASample as problem:
-                    bad[self._lines] = str(problem)
-                except (ValueError, RecursionError):
-                    bad[self._lines] = "is not JSON"
-                else:
-                    offsets.append(place)
-                    rows.append(numbers)
-                    rewards.append(reward)
-                    prompts.append(_number_of(prompt, old))
+        end, size = start + chunk.rfind(b"\n") + 1, os.fstat(descriptor).st_size
+        rows, bad = [], dict(old.bad)
+        for line in chunk[: end - start].split(b"\n")[:-1]:
+            self._lines, self._last = self._lines + 1, (start, line)
+            try:
+                if line.strip():
+                    prompt, response, numbers = summarize(json.loads(line))
+                    rows.append(numbers | {"prompt": old.number_prompt(prompt), "start": start, "bytes": len(line)})
                     old.response_texts.append(response)
-            place += len(line) + 1
-        table = np.array(rows, dtype=np.float64).reshape(-1, len(NUMBERS))
-        return dataclasses.replace(
-            old,
-            offsets=np.concatenate([old.offsets[:-1], np.array([*offsets, place], dtype=np.int64)]),
-            numbers={name: np.concatenate([old.numbers[name], table[:, i]]) for i, name in enumerate(NUMBERS)},
-            rewards=_rewards(old, rewards),
-            prompt=np.concatenate([old.prompt, np.array(prompts, dtype=np.int64)]),
-            bad=bad,
-            read_bytes=place,
-            all_bytes=size,
-            is_read=place == size,
-        )
+            except NotASample as problem:
+                bad[self._lines] = str(problem)
+            except (ValueError, RecursionError):
+                bad[self._lines] = "is not JSON"
+            start += len(line) + 1
+        table = pd.concat([old.table, pd.DataFrame(rows, dtype=np.float64)], ignore_index=True) if rows else old.table
+        is_read = end in (size, old.read_bytes)  # without a complete line, too
+        self.samples = replace(old, table=table, bad=bad, read_bytes=end, all_bytes=size, is_read=is_read)
+        return not is_read
 
 
-def _number_of(prompt: str, samples: Samples) -> int:
-    """The number of a prompt; a new one is appended, which the samples before it do not refer to."""
-    key = prompt_key(prompt)
-    if key not in samples.prompts:
-        samples.prompts[key] = len(samples.prompts)
-        samples.prompt_texts.append(prompt)
-    return samples.prompts[key]
-
-
-def _rewards(old: Samples, rows: Sequence[Mapping[str, float]]) -> dict[str, Numbers]:
-    """The columns of the rewards with new rows'; NaN where a row has no reward of a name."""
-    names = dict.fromkeys([*old.rewards, *(name for row in rows for name in row)])
-    missing: Numbers = np.full(len(old), math.nan)
-    return {
-        name: np.concatenate([old.rewards.get(name, missing), [row.get(name, math.nan) for row in rows]])
-        for name in names
-    }
-
-
-def summary(row: Any) -> tuple[str, str, list[float], dict[str, float]]:
-    """Prompt, response, `NUMBERS` and rewards of a row; what it lacks is NaN.
+def summarize(row: Any) -> tuple[str, str, dict[str, float]]:
+    """Return prompt, response, and the numbers and rewards of a row; what it lacks is NaN.
 
     Raises: NotASample.
     """
@@ -270,24 +204,20 @@ def summary(row: Any) -> tuple[str, str, list[float], dict[str, float]]:
     prompt, response, step = row.get("prompt"), row.get("response"), row.get("step")
     if not isinstance(prompt, str) or not isinstance(response, str) or not isinstance(step, int) or abs(step) >= 2**53:
         raise NotASample("is not a sample: step, prompt or response is missing")
-    mask = mask_of(row)
+    mask, rewards = mask_of(row), row.get("rewards")
     log_ratios, advantages, values = (sampled(row.get(name), mask) for name in ("log_ratio", "advantages", "values"))
-    rewards = row.get("rewards")
-    numbers = [
-        step,
-        number(row.get("version")),
-        number(row.get("group"), 0),
-        number(row.get("score")),
-        number(row.get("audit")),
-        sum(mask) if mask else math.nan,
-        math.fsum(log_ratios) if log_ratios else math.nan,
-        math.fsum(advantages) / len(advantages) if advantages else math.nan,
-        number(row.get("truncated")),
-        max(map(abs, advantages), default=math.nan),
-        max(map(abs, values), default=math.nan),
-    ]
+    numbers = {name: number(row.get(name)) for name in ("version", "score", "audit", "truncated")}
+    numbers |= {
+        "step": step,
+        "group": number(row.get("group"), 0),
+        "length": sum(mask) if mask else math.nan,
+        "kl": math.fsum(log_ratios) if log_ratios else math.nan,
+        "advantage": math.fsum(advantages) / len(advantages) if advantages else math.nan,
+        "deepest advantage": max(map(abs, advantages), default=math.nan),
+        "deepest value": max(map(abs, values), default=math.nan),
+    }
     by_name = rewards.items() if isinstance(rewards, dict) else ()
-    return prompt, response, numbers, {name: number(value) for name, value in by_name}
+    return prompt, response, numbers | {REWARD + name: number(value) for name, value in by_name}
 
 
 def mask_of(row: Row) -> list[int]:

@@ -1,4 +1,4 @@
-"""What the tab Rollouts shows: a view, which is the query of its address, and the samples that it selects.
+"""Selection of samples for the tab Rollouts: a view, which is the query of its address, and the samples that it shows.
 
 Plain values in, plain values out; no model and no user interface.
 """
@@ -9,14 +9,15 @@ import dataclasses
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from urllib.parse import urlencode
 
 import numpy as np
+import pandas as pd
 from numpy.typing import NDArray
 
-from lightrlhf.demo.rollout_file import Flags, Numbers, Samples
+from lightrlhf.demo.rollout_file import REWARD, Flags, Samples
 
 SORTS = {  # what samples are sorted by, and the column of it
     "reward": "score",
@@ -28,7 +29,7 @@ SORTS = {  # what samples are sorted by, and the column of it
 }
 ORDERS = ("highest first", "lowest first")
 COLOURS = {"log-ratio": "log_ratio", "advantage": "advantages", "value": "values"}  # and the field of a row
-COLUMNS = {"log-ratio": "kl", "advantage": "deepest advantage", "value": "deepest value"}  # that a logged one fills
+COLUMNS = {"log-ratio": "kl", "advantage": "deepest advantage", "value": "deepest value"}  # of the index, if logged
 GROUPS_A_PAGE = 20
 SAMPLES_TO_COMPARE = 80  # on a page
 MOST_WORDS, LEAST_CHANGE = 12, 0.05  # of the words whose share differs between two steps
@@ -37,7 +38,7 @@ LONGEST_TEXT = 200  # characters to search for
 LINES = ("score", "audit", "kl", "length")  # curves above the samples
 WORDS = re.compile(r"\w+|[^\w\s]+")
 ALL = "all"
-Ids = NDArray[np.int64]
+Ids = NDArray[np.intp]
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ class View:
 class Selection:
     """The samples of a view; a group has the samples of one prompt at one step."""
 
-    view: View  # with the step that is shown
+    view: View  # with the step and the page that are shown
     steps: list[int]  # of the run, or those at which the view's prompt was logged
     groups: list[list[int]]  # samples of each group of the page
     num_groups: int
@@ -106,49 +107,50 @@ class Selection:
     found: Flags | None  # (N,) which samples of the run have the text; None without one
     problem: str = ""  # why nothing is shown
 
-    @property
-    def num_pages(self) -> int:
-        return max(math.ceil(self.num_groups / GROUPS_A_PAGE), 1)
-
 
 def select(samples: Samples, view: View) -> Selection:
-    """The samples that a view shows, in order."""
-    found = samples.having(view.q) if view.q else None
+    """Select the samples that a view shows, in order."""
+    found, steps = samples.find(view.q) if view.q else None, steps_of(samples, view)
     if view.sample is not None:
-        if view.sample < len(samples):
-            step = int(samples.numbers["step"][view.sample])
-            shown = dataclasses.replace(view, step=step)
-            return Selection(shown, steps_of(samples, view), [[view.sample]], 1, 1, found)
-        return Selection(view, [], [], 0, 0, found, f"sample {view.sample} is not in the file")
-    steps = steps_of(samples, view)
+        if view.sample >= len(samples):
+            return Selection(view, [], [], 0, 0, found, f"sample {view.sample} is not in the file")
+        step = int(samples.table["step"].iat[view.sample])
+        return Selection(dataclasses.replace(view, step=step), steps, [[view.sample]], 1, 1, found)
     if not steps:
         return Selection(view, [], [], 0, 0, found, "this prompt was not logged in this run" if view.prompt else "")
     view = dataclasses.replace(view, step=nearest(steps, view.step))
-    chosen = of_prompt(samples, view)
+    chosen = of_prompt(samples, view) & (True if found is None else found)
     if not view.all_steps:
-        chosen = chosen & (samples.numbers["step"] == view.step)
-    if found is not None:
-        chosen = chosen & found
-    numbers = np.flatnonzero(chosen)
-    groups = grouped(samples, ordered(samples, numbers, view))
-    view = dataclasses.replace(view, page=min(view.page, max(math.ceil(len(groups) / GROUPS_A_PAGE), 1)))
-    first = (view.page - 1) * GROUPS_A_PAGE
-    page = [group.tolist() for group in groups[first : first + GROUPS_A_PAGE]]
-    return Selection(view, steps, page, len(groups), len(numbers), found)
+        chosen &= samples.table["step"].to_numpy() == view.step
+    order = sort(samples, np.flatnonzero(chosen), view)
+    group = samples.table.loc[order].groupby(["step", "group"], sort=False).ngroup()  # in the order of their first
+    num_groups = int(group.max()) + 1 if len(group) else 0
+    view, page = turn_to(view, range(num_groups))
+    groups = [group.index[group == number].tolist() for number in page]
+    return Selection(view, steps, groups, num_groups, len(order), found)
+
+
+def turn_to(view: View, things: Sequence[int]) -> tuple[View, Sequence[int]]:
+    """Return the view with a page that exists, and what is on that page."""
+    page = min(view.page, count_pages(len(things)))
+    return dataclasses.replace(view, page=page), things[(page - 1) * GROUPS_A_PAGE : page * GROUPS_A_PAGE]
+
+
+def count_pages(count: int) -> int:
+    """The number of pages of so many groups."""
+    return max(math.ceil(count / GROUPS_A_PAGE), 1)
 
 
 def steps_of(samples: Samples, view: View) -> list[int]:
     """The logged steps, or those at which the view's prompt was."""
-    logged = np.bincount(samples.step_index[of_prompt(samples, view)], minlength=len(samples.steps)) > 0
-    steps: list[int] = samples.steps[logged].tolist()
-    return steps
+    return np.unique(samples.table["step"][of_prompt(samples, view)]).astype(int).tolist()
 
 
 def of_prompt(samples: Samples, view: View) -> Flags:
     """Which samples are of the view's prompt; all without one."""
     if not view.prompt:
         return np.ones(len(samples), dtype=bool)
-    return np.asarray(samples.prompt == samples.prompts.get(view.prompt, -1))
+    return np.asarray(samples.table["prompt"] == samples.prompts.get(view.prompt, -1))
 
 
 def nearest(steps: Sequence[int], step: int | None) -> int:
@@ -156,63 +158,41 @@ def nearest(steps: Sequence[int], step: int | None) -> int:
     return steps[-1] if step is None else min(steps, key=lambda one: abs(one - step))
 
 
-def ordered(samples: Samples, numbers: Ids, view: View) -> Ids:
-    """Numbers of samples in the order of the view; those without a value are last."""
+def sort(samples: Samples, numbers: Ids, view: View) -> Ids:
+    """Sort numbers of samples as the view asks; those without a value are last."""
     column = SORTS[view.sort]
     if not column:
         return numbers
-    values = samples.numbers[column][numbers]
-    return numbers[np.argsort(-values if view.order == ORDERS[0] else values, kind="stable")]  # NaN is last
-
-
-def grouped(samples: Samples, numbers: Ids) -> list[Ids]:
-    """The samples of each group, in their order; groups in the order of their first samples."""
-    if not len(numbers):
-        return []
-    within = samples.numbers["group"][numbers]
-    keys = samples.step_index[numbers] * (within.max() - within.min() + 1) + within
-    _, first, group = np.unique(keys, return_index=True, return_inverse=True)
-    together = np.argsort(first[group], kind="stable")
-    sizes = np.bincount(group)[np.argsort(first)]
-    return np.split(numbers[together], np.cumsum(sizes)[:-1])
+    values = samples.table[column].iloc[numbers]
+    return values.sort_values(ascending=view.order != ORDERS[0], kind="stable").index.to_numpy()
 
 
 # ------------------------------------------------------------------------------------------------------------- curves
-def curve(samples: Samples, values: Numbers, chosen: Flags) -> list[tuple[int, float]]:
-    """(step, mean of the values) of the chosen samples; steps without a value are left out."""
-    kept = chosen & ~np.isnan(values)
-    place, steps = samples.step_index[kept], samples.steps
-    sums, counts = np.bincount(place, values[kept], len(steps)), np.bincount(place, minlength=len(steps))
-    given = counts > 0
-    return list(zip(steps[given].tolist(), (sums[given] / counts[given]).tolist()))
-
-
-def curves(samples: Samples, selection: Selection) -> dict[str, list[tuple[int, float]]]:
+def curves(samples: Samples, selection: Selection) -> dict[str, pd.Series]:
     """Means by step of score, audit, KL and length, and the share of samples that have the text; those there are."""
-    chosen = of_prompt(samples, selection.view)
-    columns: dict[str, Numbers] = {name: samples.numbers[name] for name in LINES}
+    table = samples.table[["step", *LINES]]
     if selection.found is not None:
-        columns["share with the text"] = selection.found.astype(np.float64)
-    lines = {name: curve(samples, values, chosen) for name, values in columns.items()}
-    return {name: line for name, line in lines.items() if line}
+        table = table.assign(**{"share with the text": selection.found})
+    means = table[of_prompt(samples, selection.view)].groupby("step").mean()
+    lines = {name: means[name].dropna() for name in means}
+    return {name: line for name, line in lines.items() if len(line)}
 
 
 def logged_colours(samples: Samples) -> list[str]:
     """The colours of which the run has numbers."""
-    return [name for name, column in COLUMNS.items() if not np.isnan(samples.numbers[column]).all()]
+    return [name for name, column in COLUMNS.items() if samples.table[column].notna().any()]
 
 
 def deepest(samples: Samples, name: str) -> float:
     """The advantage or value at which a token's colour is deepest: the 95th percentile of the samples."""
-    values = samples.numbers[f"deepest {name}"]
-    values = values[~np.isnan(values)]
-    return float(np.percentile(values, 95)) or 1.0 if len(values) else 1.0
+    value = samples.table[f"deepest {name}"].quantile(0.95)
+    return float(value) if value > 0 else 1.0
 
 
 def audit_disagrees(samples: Samples) -> Flags:
     """Which samples score above the run's mean while their audit is below its mean."""
-    score, audit = samples.numbers["score"], samples.numbers["audit"]
-    return np.asarray((score > mean(score)) & (audit < mean(audit)))
+    score, audit = samples.table["score"], samples.table["audit"]
+    return np.asarray((score > score.mean()) & (audit < audit.mean()))
 
 
 # -------------------------------------------------------------------------------------------------------- two steps
@@ -225,66 +205,41 @@ class Comparison:
     counts: tuple[int, int]  # samples of each
     means: list[tuple[str, float, float]]  # name, mean at each step
     words: list[tuple[str, float, float]]  # word, share of the responses that have it
-    prompts: list[tuple[list[int], list[int]]]  # samples of each prompt that both have, on this page
+    prompts: list[list[list[int]]]  # samples of each prompt that both have, at each step, on this page
     num_prompts: int  # that both have
 
 
 def compare(samples: Samples, view: View, steps: Sequence[int]) -> Comparison:
-    """The difference between the view's step and the one to compare with, of the samples that the view selects."""
+    """Compare the view's step with another one, in the samples that the view selects."""
     assert view.against is not None and view.step is not None
     pair = nearest(steps, view.against), view.step
-    chosen = of_prompt(samples, view)
-    if view.q:
-        chosen = chosen & samples.having(view.q)
-    both = [np.flatnonzero(chosen & (samples.numbers["step"] == step)) for step in pair]
-    columns = {name: samples.numbers[name] for name in ("score", "audit", "kl", "length", "truncated")}
-    columns |= {f"reward {name}": values for name, values in samples.rewards.items()}
-    means = [(name, mean(values[both[0]]), mean(values[both[1]])) for name, values in columns.items()]
-    before = set(samples.prompt[both[0]].tolist())
-    shared = [key for key in dict.fromkeys(samples.prompt[both[1]].tolist()) if key in before]
-    page = min(view.page, max(math.ceil(len(shared) / GROUPS_A_PAGE), 1))
-    shown = shared[(page - 1) * GROUPS_A_PAGE : page * GROUPS_A_PAGE]
+    table = samples.table[of_prompt(samples, view) & (samples.find(view.q) if view.q else True)]
+    both = [table[table["step"] == step] for step in pair]
+    columns = ["score", "audit", "kl", "length", "truncated", *(name for name in table if name.startswith(REWARD))]
+    means = pd.concat([part[columns].mean() for part in both], axis=1).dropna(how="all")
+    earlier = set(both[0]["prompt"])
+    shared = [key for key in both[1]["prompt"].unique().tolist() if key in earlier]
+    view, shown = turn_to(view, shared)
     most = max(SAMPLES_TO_COMPARE // (2 * max(len(shown), 1)), 1)
-
-    def of_key(numbers: Ids, key: int) -> list[int]:
-        best: list[int] = ordered(samples, numbers[samples.prompt[numbers] == key], view)[:most].tolist()
-        return best
-
+    prompts = [
+        [sort(samples, np.asarray(part.index[part["prompt"] == key]), view)[:most].tolist() for part in both]
+        for key in shown
+    ]
     return Comparison(
-        view=dataclasses.replace(view, page=page),
+        view=view,
         steps=pair,
         counts=(len(both[0]), len(both[1])),
-        means=[row for row in means if not (math.isnan(row[1]) and math.isnan(row[2]))],
-        words=words(samples, both[0], both[1]),
-        prompts=[(of_key(both[0], key), of_key(both[1], key)) for key in shown],
+        means=list(means.itertuples(name=None)),
+        words=compare_words(*([samples.response_texts[i] for i in part.index[:SAMPLES_FOR_WORDS]] for part in both)),
+        prompts=prompts,
         num_prompts=len(shared),
     )
 
 
-def mean(values: Numbers) -> float:
-    """The mean of the values that there are; NaN without any."""
-    values = values[~np.isnan(values)]
-    return float(values.mean()) if len(values) else math.nan
-
-
-def words(samples: Samples, before: Ids, after: Ids) -> list[tuple[str, float, float]]:
-    """Words whose share of the responses differs most between two sets of samples, with both shares."""
-
-    def shares(numbers: Ids) -> Counter[str]:
-        counts: Counter[str] = Counter()
-        for number in numbers[:SAMPLES_FOR_WORDS].tolist():
-            counts.update(set(WORDS.findall(samples.response_texts[number])))
-        return counts
-
-    one, two = shares(before), shares(after)
-    sizes = max(min(len(before), SAMPLES_FOR_WORDS), 1), max(min(len(after), SAMPLES_FOR_WORDS), 1)
+def compare_words(before: Sequence[str], after: Sequence[str]) -> list[tuple[str, float, float]]:
+    """Return the words whose share of the texts differs most, with both shares."""
+    one, two = (Counter(word for text in texts for word in set(WORDS.findall(text))) for texts in (before, after))
+    sizes = max(len(before), 1), max(len(after), 1)
     rows = [(word, one[word] / sizes[0], two[word] / sizes[1]) for word in {*one, *two}]
     rows.sort(key=lambda row: (-abs(row[2] - row[1]), row[0]))
     return [row for row in rows[:MOST_WORDS] if abs(row[2] - row[1]) >= LEAST_CHANGE]
-
-
-def neighbours(steps: Sequence[int], step: int) -> Iterator[int | None]:
-    """The logged steps before and after one."""
-    place = list(steps).index(step)
-    yield steps[place - 1] if place else None
-    yield steps[place + 1] if place + 1 < len(steps) else None

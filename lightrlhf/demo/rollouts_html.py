@@ -1,4 +1,4 @@
-"""HTML of the tab Rollouts: curves, groups of samples, tokens by colour, two steps side by side. Every text is escaped.
+"""HTML of the tab Rollouts: curves, groups of samples, tokens by colour, two steps side by side.
 
 A link with the class `view` opens another view; the tab does so without loading the page again, and a new browser tab
 opens the same. The style is in `assets/rollouts.css`.
@@ -6,13 +6,17 @@ opens the same. The style is in `assets/rollouts.css`.
 
 from __future__ import annotations
 
-import html
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
+from typing import Any
 
-from lightrlhf.demo.rollout_file import Flags, Row, Samples, by_token, mask_of, number, prompt_key, sampled
+import pandas as pd
+from markupsafe import Markup
+
+from lightrlhf.demo.markup import DEEPEST_COLOUR, STRONGEST, badge, join, plain, table_as_html, tag, token_as_html
+from lightrlhf.demo.rollout_file import Row, Samples, by_token, mask_of, number, prompt_key, sampled
 from lightrlhf.demo.rollouts import (
     COLOURS,
     GROUPS_A_PAGE,
@@ -22,10 +26,10 @@ from lightrlhf.demo.rollouts import (
     View,
     audit_disagrees,
     compare,
+    count_pages,
     curves,
     deepest,
     logged_colours,
-    neighbours,
     select,
 )
 from lightrlhf.programs import TRAINING, Program
@@ -35,11 +39,9 @@ TOKENS_A_PAGE, FEWEST_TOKENS = 4000, 40  # of all samples; of each sample at lea
 CHARACTERS_A_TOKEN = 5  # of a text without tokens that is cut
 LONGEST_PROMPT = 600  # characters that are shown unless the prompt is opened
 LONGEST_SHOWN = 400  # the same of a user's message or an observation
-DEEPEST_LOG_RATIO = 3.0  # nats
-STRONGEST = 0.6  # opacity of the deepest colour: text on it stays readable
 LINE_SIZE = (180, 36)  # width and height of a curve
-OTHER = Program("", "")  # whose runs are shown as a program's that is not known
-NAMES = {"kl": "KL", "truncated": "share truncated"}  # names of columns where others than their own are shown
+OTHER = Program("", "")  # in place of an unknown program
+NAMES = {"kl": "KL", "truncated": "share truncated"}  # names of columns, if not their own
 Pieces = Callable[[Sequence[int]], list[str]]
 
 
@@ -60,38 +62,39 @@ def page(samples: Samples, view: View, run: Run) -> str:
     if shown.against is not None and selection.steps and shown.sample is None:
         comparison = compare(samples, shown, selection.steps)
         shown = comparison.view
-        numbers = [place for both in comparison.prompts for side in both for place in side]
-        draw = Drawing.of(samples, shown, run, len(numbers))
-        body = differences(comparison, shown) + side_by_side(samples, comparison, shown, draw)
-        body += pager(shown, comparison.num_prompts, "prompts")
+        draw = Drawing(samples, shown, run, sum(len(side) for both in comparison.prompts for side in both))
+        body = [differences(comparison, shown), side_by_side(samples, comparison, draw)]
+        body += [pager(shown, comparison.num_prompts, "prompts")]
     else:
         most = max(SAMPLES_A_PAGE // max(len(selection.groups), 1), FEWEST_SAMPLES)
-        draw = Drawing.of(samples, shown, run, sum(min(len(group), most) for group in selection.groups))
-        body = "".join(group_as_html(samples, group, shown, draw, most) for group in selection.groups)
-        body += "" if shown.sample is not None else pager(shown, selection.num_groups, "groups")
+        draw = Drawing(samples, shown, run, sum(min(len(group), most) for group in selection.groups))
+        body = [group_as_html(samples, group, draw, most) for group in selection.groups]
+        body += [] if shown.sample is not None else [pager(shown, selection.num_groups, "groups")]
     if not selection.groups and not selection.problem:
-        body += note("no sample fits; empty the search, or show all steps" if len(samples) else "no samples yet")
+        body.append(note("no sample fits; empty the search, or show all steps" if len(samples) else "no samples yet"))
+    lines = [curve_as_html(NAMES.get(name, name), line, shown) for name, line in curves(samples, selection).items()]
     parts = [
-        *notes(samples, selection, run),
-        curves_as_html(curves(samples, selection), shown) if len(samples) else "",
+        *(note(line) for line in notes(samples, selection, run)),
+        tag("div", *lines, class_="curves") if len(samples) else "",
         heading(samples, selection),
         draw.legend(),
-        body,
+        *body,
     ]
-    whole = f'<div class="rollouts" data-query="{html.escape(shown.query())}">{"".join(parts)}</div>'
+    whole = tag("div", *parts, class_="rollouts", data_query=shown.query())
     return whole.encode("utf-8", "replace").decode()  # a row may hold halves of characters, which no page can
 
 
-def note(text: str) -> str:
+def note(text: str) -> Markup:
     """A line that says what is missing or wrong."""
-    return f'<p class="note">{html.escape(text)}</p>'
+    return tag("p", text, class_="note")
 
 
 def notes(samples: Samples, selection: Selection, run: Run) -> list[str]:
-    """What is missing or wrong, a line each."""
+    """Lines that say what is missing or wrong."""
     lines = [selection.problem] if selection.problem else []
     if not samples.is_read:
-        lines.append(f"{samples.share_read:.0%} of the file is read so far, {len(samples):,} samples; press Reload")
+        share = samples.read_bytes / samples.all_bytes if samples.all_bytes else 1.0
+        lines.append(f"{share:.0%} of the file is read so far, {len(samples):,} samples; press Reload")
     elif samples.read_bytes < samples.all_bytes:
         lines.append(f"the last line of {samples.path.name} is not complete yet; it is left out")
     if samples.bad:
@@ -100,90 +103,80 @@ def notes(samples: Samples, selection: Selection, run: Run) -> list[str]:
         lines.append(f"{samples.path.name} line {line} {problem}{more}; left out")
     if run.problem and len(samples):
         lines.append(f"{run.problem}; texts are shown without their tokens")
-    return [note(line) for line in lines]
+    return lines
 
 
-def link(view: View, caption: str, title: str = "", is_chosen: bool = False) -> str:
-    """A link to a view; the caption is text."""
-    about = (f' title="{html.escape(title)}"' if title else "") + (' aria-current="true"' if is_chosen else "")
-    return f'<a class="view" href="?{html.escape(view.query())}"{about}>{html.escape(caption)}</a>'
+def link(view: View, caption: str, title: str | None = None) -> Markup:
+    """A link to a view."""
+    return tag("a", caption, class_="view", href=f"?{view.query()}", title=title)
 
 
-def heading(samples: Samples, selection: Selection) -> str:
+def where(parts: Sequence[Any], **attributes: Any) -> Markup:
+    """A line of what is shown, and of links to what is near it."""
+    return tag("p", Markup(" · ").join(parts), class_="where", **attributes)
+
+
+def heading(samples: Samples, selection: Selection) -> Markup | str:
     """What is shown, and links to what is near it."""
     view, steps = selection.view, selection.steps
     if not steps:
         return ""
+    assert view.step is not None
     if view.sample is not None:
-        parts = [f"Sample {view.sample} of step {view.step}", link(replace(view, sample=None), "back")]
-        return f'<p class="where">{" · ".join(parts)}</p>'
-    where = f"{len(steps):,} steps" if view.all_steps else f"Step {view.step:,}, {_place(steps, view.step)}"
-    parts = [f"<strong>{where}</strong>"]
+        return where([f"Sample {view.sample} of step {view.step}", link(replace(view, sample=None), "back")])
+    place = steps.index(view.step)
+    one_step = f"Step {view.step:,}, {place + 1:,} of {len(steps):,} that were logged"
+    parts: list[Any] = [tag("strong", f"{len(steps):,} steps" if view.all_steps else one_step)]
     if view.against is None:
         parts.append(f"{selection.num_samples:,} samples in {selection.num_groups:,} groups")
     if selection.found is not None:
-        found, quoted = int(selection.found.sum()), view.q if view.q.startswith('"') else f"“{view.q}”"
-        text = f"{found:,} of the run's {len(samples):,} samples have {html.escape(quoted)}"
-        more = "" if view.all_steps else " " + link(view.changed(all_steps=True, against=None), "show them all")
-        parts.append(text + more + " " + link(view.changed(q=""), "clear"))
-    if not view.all_steps and view.step is not None:
-        before, after = neighbours(steps, view.step)
-        parts += [link(view.changed(step=before), "previous step")] if before is not None else []
-        parts += [link(view.changed(step=after), "next step")] if after is not None else []
+        quoted = view.q if view.q.startswith('"') else f"“{view.q}”"
+        text = f"{selection.found.sum():,} of the run's {len(samples):,} samples have {quoted} "
+        more = [] if view.all_steps else [link(view.changed(all_steps=True, against=None), "show them all"), " "]
+        parts.append(join([text, *more, link(view.changed(q=""), "clear")]))
+    if not view.all_steps:
+        parts += [link(view.changed(step=steps[place - 1]), "previous step")] if place else []
+        parts += [link(view.changed(step=step), "next step") for step in steps[place + 1 : place + 2]]
         if view.against is not None:
             parts.append(link(view.changed(against=None), "end comparison"))
         elif len(steps) > 1:
-            first = steps[0] if view.step != steps[0] else steps[-1]
+            first = steps[0] if place else steps[-1]
             parts.append(link(view.changed(against=first), f"compare with step {first:,}"))
     if view.prompt:
-        parts.append(f"one prompt at {len(steps):,} steps {link(view.changed(prompt=''), 'show all prompts')}")
-    return f'<p class="where" role="status">{" · ".join(parts)} · {link(view, "link to this view")}</p>'
+        text = f"one prompt at {len(steps):,} steps "
+        parts.append(join([text, link(view.changed(prompt=""), "show all prompts")]))
+    return where([*parts, link(view, "link to this view")], role="status")
 
 
-def _place(steps: Sequence[int], step: int | None) -> str:
-    return f"{list(steps).index(step) + 1:,} of {len(steps):,} that were logged" if step is not None else ""
-
-
-def pager(view: View, count: int, things: str) -> str:
+def pager(view: View, count: int, things: str) -> Markup:
     """Links to the pages around this one."""
-    pages = max(math.ceil(count / GROUPS_A_PAGE), 1)
-    if pages == 1:
-        return ""
-    parts = [
-        f"{things} {(view.page - 1) * GROUPS_A_PAGE + 1:,} to {min(view.page * GROUPS_A_PAGE, count):,} of {count:,}"
-    ]
+    pages, last = count_pages(count), view.page * GROUPS_A_PAGE
+    parts: list[Any] = [f"{things} {last - GROUPS_A_PAGE + 1:,} to {min(last, count):,} of {count:,}"]
     parts += [link(view.changed(page=view.page - 1), "previous page")] if view.page > 1 else []
     parts += [link(view.changed(page=view.page + 1), "next page")] if view.page < pages else []
-    return f'<p class="where">{" · ".join(parts)}</p>'
+    return where(parts) if pages > 1 else Markup()
 
 
-# ------------------------------------------------------------------------------------------------------------- curves
-def curves_as_html(lines: Mapping[str, Sequence[tuple[int, float]]], view: View) -> str:
+def curve_as_html(name: str, line: pd.Series, view: View) -> Markup:
     """Means by step, small; a mark at the step that is shown."""
-    return '<div class="curves">' + "".join(_curve(NAMES.get(n, n), line, view) for n, line in lines.items()) + "</div>"
-
-
-def _curve(name: str, line: Sequence[tuple[int, float]], view: View) -> str:
     width, height = LINE_SIZE
-    values = [value for _, value in line]
-    first, last = line[0][0], line[-1][0]
-    low, span, length = min(values), max(values) - min(values) or 1.0, max(last - first, 1)
+    steps, values = line.index.to_numpy(), line.to_numpy()
+    (first, last), ends = steps[[0, -1]], [short(value) for value in values[[0, -1]]]
 
-    def x(step: int) -> float:
-        return (step - first) / length * (width - 4) + 2
+    def x(step: Any) -> Any:
+        return (step - first) / max(last - first, 1) * (width - 4) + 2
 
+    y = height - 2 - (values - values.min()) / (values.max() - values.min() or 1.0) * (height - 4)
     every = max(len(line) // width, 1)  # no more points than the curve is wide
-    points = " ".join(f"{x(s):.1f},{height - 2 - (v - low) / span * (height - 4):.1f}" for s, v in line[::every])
-    told = f"{name} {short(values[0])} at step {first:,}, {short(values[-1])} at step {last:,}"
-    mark = ""
+    marks = []
     if view.step is not None and not view.all_steps and first <= view.step <= last:
-        mark = f'<line x1="{x(view.step):.1f}" x2="{x(view.step):.1f}" y1="0" y2="{height}" class="mark"/>'
-    drawing = f'<polyline points="{points}"/>{mark}'
-    return (
-        f"<figure><figcaption>{html.escape(name)} <b>{short(values[0])} → {short(values[-1])}</b></figcaption>"
-        f'<svg role="img" aria-label="{html.escape(told)}" viewBox="0 0 {width} {height}" width="{width}" '
-        f'height="{height}"><title>{html.escape(told)}</title>{drawing}</svg></figure>'
-    )
+        place = f"{x(view.step):.1f}"
+        marks.append(tag("line", x1=place, x2=place, y1=0, y2=height, class_="mark"))
+    told = f"{name} {ends[0]} at step {first:,.0f}, {ends[1]} at step {last:,.0f}"
+    points = tag("polyline", points=" ".join(f"{a:.1f},{b:.1f}" for a, b in zip(x(steps)[::every], y[::every])))
+    size = {"viewBox": f"0 0 {width} {height}", "width": width, "height": height}
+    drawing = tag("svg", tag("title", told), points, *marks, role="img", aria_label=told, **size)
+    return tag("figure", tag("figcaption", name, " ", tag("b", " → ".join(ends))), drawing)
 
 
 def short(value: float | None) -> str:
@@ -194,191 +187,146 @@ def short(value: float | None) -> str:
 
 
 # ------------------------------------------------------------------------------------------------------------ samples
-@dataclass(frozen=True)
 class Drawing:
-    """How tokens are drawn."""
+    """How the samples of a view are drawn."""
 
-    run: Run
-    colour: str
-    deepest: float
-    limit: int  # tokens shown of each sample
-    is_alone: bool  # whether a single sample is shown, with all its numbers
-    disagrees: Flags
-    is_logged: bool  # whether the run has numbers of this colour
+    def __init__(self, samples: Samples, view: View, run: Run, num_samples: int) -> None:
+        self.run, self.view, self.colour = run, view, view.colour
+        self.is_alone = view.sample is not None  # a single sample is shown with all its numbers
+        self.limit = 10**9 if self.is_alone else max(TOKENS_A_PAGE // max(num_samples, 1), FEWEST_TOKENS)
+        self.deepest = DEEPEST_COLOUR if view.colour == "log-ratio" else deepest(samples, view.colour)
+        self.disagrees = audit_disagrees(samples)
+        self.is_logged = view.colour in logged_colours(samples)
 
-    @classmethod
-    def of(cls, samples: Samples, view: View, run: Run, num_samples: int) -> Drawing:
-        limit = 10**9 if view.sample is not None else max(TOKENS_A_PAGE // max(num_samples, 1), FEWEST_TOKENS)
-        is_ratio = view.colour == "log-ratio"
-        depth = DEEPEST_LOG_RATIO if is_ratio else deepest(samples, view.colour)
-        is_logged = view.colour in logged_colours(samples)
-        is_alone = view.sample is not None
-        return cls(run, view.colour, depth, limit, is_alone, audit_disagrees(samples), is_logged)
-
-    def legend(self) -> str:
+    def legend(self) -> Markup | str:
         """What the colours mean."""
         if self.run.pieces is None:
             return ""
         if not self.is_logged:
             return note(f"this run logs no {self.colour}s; its tokens have no colour")
-        unit = " nats" if self.colour == "log-ratio" else ""
-        more, less = (f'<span class="token {kind}" style="--strength:{STRONGEST}">' for kind in ("more", "less"))
-        marks = f"{more}+{short(self.deepest)}</span> 0 {less}−{short(self.deepest)}</span>{unit}"
-        shown = '<span class="shown">grey: shown, not sampled (mask 0)</span>'
-        return f'<p class="legend">{self.colour} of a token: {marks} · {shown}</p>'
+        depth, unit = short(self.deepest), " nats" if self.colour == "log-ratio" else ""
+        more, less = (
+            tag("span", sign + depth, class_=f"token {kind}", style=f"--strength:{STRONGEST}")
+            for sign, kind in (("+", "more"), ("−", "less"))
+        )
+        shown = tag("span", "grey: shown, not sampled (mask 0)", class_="shown")
+        return tag("p", f"{self.colour} of a token: ", more, " 0 ", less, f"{unit} · ", shown, class_="legend")
 
-    def tokens(self, row: Row) -> str:
+    def tokens(self, row: Row) -> Markup:
         """The response: each turn of the policy and each text that was shown to it apart, tokens coloured."""
         ids, mask = row.get("response_ids"), mask_of(row)
         if self.run.pieces is None or not isinstance(ids, list) or not ids:
             text, most = str(row.get("response", "")), self.limit * CHARACTERS_A_TOKEN
-            return f'<div class="tokens">{html.escape(text[:most])}{"…" if len(text) > most else ""}</div>'
-        texts = self.run.pieces(ids[: self.limit])
-        columns = {name: by_token(row.get(column), mask) for name, column in COLOURS.items()}
-        values = columns[self.colour] or [None] * len(ids)
-        program, told, blocks = TRAINING.get(self.run.program, OTHER), 0, []
-        has_turns = 0 in mask
-        for one, places in groupby(range(len(texts)), key=lambda i: mask[i]):
-            told += bool(one)
-            spans = "".join(self._token(texts[i], values[i], columns, i) if one else plain(texts[i]) for i in places)
-            name = f"{program.turns[0]} {told}" if one else program.turns[1]
-            if one and program.trains_one_turn:
-                name += ", trained" if told == 1 else ", sampled after it"
-            caption = f"<b>{name}</b> " if has_turns else ""
-            if not one and len(spans) > LONGEST_SHOWN:
-                spans = f"<details><summary>{len(spans):,} characters</summary>{spans}</details>"
-            blocks.append(f"<div>{caption}{spans}</div>" if one else f'<div class="shown">{caption}{spans}</div>')
-        return f'<div class="tokens">{"".join(blocks)}</div>'
+            return tag("div", text[:most], "…" if len(text) > most else "", class_="tokens")
+        texts = list(map(plain, self.run.pieces(ids[: self.limit])))
+        values = {name: by_token(row.get(column), mask) for name, column in COLOURS.items()}
+        program, turns, blocks = TRAINING.get(self.run.program, OTHER), 0, []
+        for is_sampled, places in groupby(range(len(texts)), key=lambda i: mask[i]):
+            if is_sampled:
+                turns += 1
+                name = f"{program.turns[0]} {turns}"
+                if program.trains_one_turn:
+                    name += ", trained" if turns == 1 else ", sampled after it"
+                content = join(self.token(texts[i], values, i) for i in places)
+            else:
+                name, content = program.turns[1], join(texts[i] for i in places)
+                if len(content) > LONGEST_SHOWN:
+                    content = tag("details", tag("summary", f"{len(content):,} characters"), content)
+            caption = [tag("b", name), " "] if 0 in mask else []
+            blocks.append(tag("div", *caption, content, class_=None if is_sampled else "shown"))
+        return tag("div", *blocks, class_="tokens")
 
-    def _token(self, text: str, value: float | None, columns: Mapping[str, list[float | None] | None], i: int) -> str:
-        shown = columns.items() if self.is_alone else [(self.colour, columns[self.colour])]
-        told = [f"{name} {short(column[i])}" for name, column in shown if column is not None]
-        title = f' title="{", ".join(told)}"' if told else ""
-        strength = 0.0 if value is None else min(abs(value) / self.deepest, 1.0) * STRONGEST
-        kind = "more" if value is None or value >= 0 else "less"
-        style = f' style="--strength:{strength:.2f}"' if strength >= 0.01 else ""
-        return f'<span class="token {kind}"{title}{style}>{plain(text)}</span>'
+    def token(self, text: str, columns: dict[str, list[float | None] | None], place: int) -> Markup:
+        """A token of the policy, in the colour of its number, with its numbers as a title."""
+        values = {name: column[place] for name, column in columns.items() if column is not None}
+        told = [f"{name} {short(value)}" for name, value in values.items() if self.is_alone or name == self.colour]
+        return token_as_html(text, values.get(self.colour) or 0.0, self.deepest, ", ".join(told) or None)
 
 
-def plain(text: str) -> str:
-    """A token's text; the end of a line is visible."""
-    return html.escape(text).replace("\n", "↵\n")
-
-
-def group_as_html(samples: Samples, numbers: Sequence[int], view: View, draw: Drawing, most: int) -> str:
+def group_as_html(samples: Samples, numbers: Sequence[int], draw: Drawing, most: int) -> Markup:
     """A prompt and its samples, at most so many."""
-    rows = [(place, samples.row(place)) for place in numbers[:most]]
-    prompt, step = rows[0][1]["prompt"], rows[0][1]["step"]
-    shown = "".join(sample_as_html(place, row, view, draw) for place, row in rows)
+    rows, view = [samples.row(place) for place in numbers[:most]], draw.view
+    prompt, step = rows[0]["prompt"], rows[0]["step"]
+    text = f"step {step:,} · " if view.all_steps else ""
+    text += f"{len(numbers):,} samples" if len(numbers) > 1 else "1 sample"
+    text += f", the first {most} shown" if len(numbers) > most else ""
     same = view.changed(step=step, all_steps=False, prompt=prompt_key(prompt), q="", against=None)
-    where = f"step {step:,} · " if view.all_steps else ""
-    times = f"{len(numbers):,} samples" if len(numbers) > 1 else "1 sample"
-    times += f", the first {most} shown" if len(numbers) > most else ""
-    through = "" if view.prompt else f" · {link(same, 'this prompt through training')}"
-    return f'<section class="group"><header>{where}{times}{through}</header>{prompt_as_html(prompt)}{shown}</section>'
+    through = [] if view.prompt else [" · ", link(same, "this prompt through training")]
+    shown = (sample_as_html(place, row, draw) for place, row in zip(numbers, rows))
+    return tag("section", tag("header", text, *through), prompt_as_html(prompt), *shown, class_="group")
 
 
-def prompt_as_html(prompt: str) -> str:
+def prompt_as_html(prompt: str) -> Markup:
     """A prompt; of a long one the end, which is nearest to the response."""
-    if len(prompt) <= LONGEST_PROMPT:
-        return f'<div class="prompt">{html.escape(prompt)}</div>'
-    hidden = f"<details><summary>{len(prompt) - LONGEST_PROMPT:,} characters before</summary>"
-    return (
-        f'<div class="prompt">{hidden}{html.escape(prompt[:-LONGEST_PROMPT])}</details>'
-        f"{html.escape(prompt[-LONGEST_PROMPT:])}</div>"
-    )
+    before, end = prompt[:-LONGEST_PROMPT], prompt[-LONGEST_PROMPT:]
+    hidden = [tag("details", tag("summary", f"{len(before):,} characters before"), before)] if before else []
+    return tag("div", *hidden, end, class_="prompt")
 
 
-def sample_as_html(place: int, row: Row, view: View, draw: Drawing) -> str:
+def sample_as_html(place: int, row: Row, draw: Drawing) -> Markup:
     """A sample: its numbers as badges, its response below."""
-    mask = mask_of(row)
-    length = sum(mask)
+    mask, view = mask_of(row), draw.view
     ratios, advantages = sampled(row.get("log_ratio"), mask), sampled(row.get("advantages"), mask)
     score, audit, version = (number(row.get(name)) for name in ("score", "audit", "version"))
-    badges = [badge("reward", "not scored" if math.isnan(score) else short(score), "main")]
+    badges = [badge("reward", "not scored" if math.isnan(score) else short(score), class_="main")]
     rewards = row.get("rewards")
     if isinstance(rewards, dict) and (len(rewards) > 1 or list(rewards.values()) != [row.get("score")]):
         badges += [badge(str(name), short(number(value))) for name, value in rewards.items()]
-    if not math.isnan(audit):
-        badges.append(badge("audit", short(audit), "problem" if draw.disagrees[place] else ""))
-    if draw.disagrees[place]:
-        badges.append('<li class="problem" title="reward above, audit below the mean of the run">audit disagrees</li>')
+    disagrees = "problem" if draw.disagrees[place] else None
+    badges += [] if math.isnan(audit) else [badge("audit", short(audit), class_=disagrees)]
+    if disagrees:
+        title = "reward above, audit below the mean of the run"
+        badges.append(badge("", "audit disagrees", class_=disagrees, title=title))
     badges += [badge("advantage", short(sum(advantages) / len(advantages)))] if advantages else []
     badges += [badge("KL", short(sum(ratios)))] if ratios else []
-    badges.append(badge("", f"{length:,} tokens" + (f" of {len(mask):,}" if length < len(mask) else "")))
+    of_all = f" of {len(mask):,}" if sum(mask) < len(mask) else ""
+    badges.append(badge("", f"{sum(mask):,} tokens{of_all}"))
     badges += [badge("", "truncated")] if row.get("truncated") is True else []
     badges += [] if math.isnan(version) else [badge("", f"weights of step {version:,.0f}")]
-    is_cut = len(mask) > draw.limit
-    caption = f"all {len(mask):,} tokens" if is_cut else "open"
-    alone = "" if view.sample is not None else f"<li>{link(replace(view, sample=place), caption)}</li>"
-    details = details_as_html(row) if view.sample is not None else ""
-    head = f'<ul class="scores" aria-label="Scores">{"".join(badges)}{alone}</ul>'
-    return f'<article class="sample" aria-label="Sample {place}">{head}{draw.tokens(row)}{details}</article>'
-
-
-def badge(name: str, value: str, kind: str = "") -> str:
-    """A number with its name."""
-    caption = f"<span>{html.escape(name)}</span> " if name else ""
-    return f"<li{f' class={kind}' if kind else ''}>{caption}{html.escape(value)}</li>"
-
-
-def details_as_html(row: Row) -> str:
-    """The other columns of the data, of a sample alone."""
-    columns = row.get("columns")
-    if not isinstance(columns, dict) or not columns:
-        return ""
-    rows = [(html.escape(str(name)), html.escape(str(value))) for name, value in columns.items()]
-    return table("columns of the data", ("column", "value"), rows)
+    details: Markup | str = ""
+    if not draw.is_alone:
+        caption = f"all {len(mask):,} tokens" if len(mask) > draw.limit else "open"
+        badges.append(tag("li", link(replace(view, sample=place), caption)))
+    elif isinstance(columns := row.get("columns"), dict) and columns:
+        details = table_as_html(("column", "value"), list(columns.items()), "columns of the data", class_=None)
+    head = tag("ul", *badges, class_="scores", aria_label="Scores")
+    return tag("article", head, draw.tokens(row), details, class_="sample", aria_label=f"Sample {place}")
 
 
 # ---------------------------------------------------------------------------------------------------------- two steps
-def differences(comparison: Comparison, view: View) -> str:
+def differences(comparison: Comparison, view: View) -> Markup:
     """Tables of the means and of the words that differ."""
-    one, two = comparison.steps
-    steps = (f"step {one:,}", f"step {two:,}", "difference")
-    means = [
-        (html.escape(NAMES.get(name, name)), short(before), short(after), signed(after - before))
-        for name, before, after in comparison.means
-    ]
+    steps = (*(f"step {step:,}" for step in comparison.steps), "difference")
+    means = []
+    for name, before, after in comparison.means:
+        change = "–" if math.isnan(after - before) else f"{after - before:+.3g}"
+        means.append((NAMES.get(name, name), short(before), short(after), change))
     words = [
         (word_link(word, view), f"{before:.0%}", f"{after:.0%}", f"{after - before:+.0%}")
         for word, before, after in comparison.words
     ]
     counts = f"means of {comparison.counts[0]:,} and {comparison.counts[1]:,} samples"
-    least = f"no word's share of the responses differs by {LEAST_CHANGE:.0%} or more"
-    shares = table("share of the responses that have a word", ("word", *steps), words) if words else note(least)
-    return f'<div class="tables">{table(counts, ("", *steps), means)}{shares}</div>'
+    shares = note(f"no word's share of the responses differs by {LEAST_CHANGE:.0%} or more")
+    if words:
+        caption = "share of the responses that have a word"
+        shares = table_as_html(("word", *steps), words, caption, class_=None)
+    return tag("div", table_as_html(("", *steps), means, counts, class_=None), shares, class_="tables")
 
 
-def signed(value: float) -> str:
-    """A difference, with its sign."""
-    return "–" if math.isnan(value) else f"{value:+.3g}"
-
-
-def word_link(word: str, view: View) -> str:
+def word_link(word: str, view: View) -> Markup:
     """A link to the samples of all steps that have a word."""
     text = f'"{word}"' if word[0].isalnum() else word
     return link(view.changed(q=text, all_steps=True, against=None, prompt=""), word, "all samples that have it")
 
 
-def table(caption: str, headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table; its cells are HTML."""
-    head = "".join(f'<th scope="col">{html.escape(name)}</th>' for name in headers)
-    lines = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
-    title = f"<caption>{html.escape(caption)}</caption>"
-    return f"<table>{title}<thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table>"
-
-
-def side_by_side(samples: Samples, comparison: Comparison, view: View, draw: Drawing) -> str:
+def side_by_side(samples: Samples, comparison: Comparison, draw: Drawing) -> Markup:
     """The samples of each prompt at both steps."""
-    if not comparison.prompts:
-        return note("no prompt was logged at both steps")
     parts = []
     for sides in comparison.prompts:
         columns = []
         for step, numbers in zip(comparison.steps, sides):
-            shown = "".join(sample_as_html(place, samples.row(place), view, draw) for place in numbers)
-            columns.append(f"<div><h3>step {step:,}</h3>{shown}</div>")
+            shown = (sample_as_html(place, samples.row(place), draw) for place in numbers)
+            columns.append(tag("div", tag("h3", f"step {step:,}"), *shown))
         prompt = prompt_as_html(samples.row(sides[0][0])["prompt"])
-        parts.append(f'<section class="group">{prompt}<div class="sides">{"".join(columns)}</div></section>')
-    return "".join(parts)
+        parts.append(tag("section", prompt, tag("div", *columns, class_="sides"), class_="group"))
+    return join(parts) if parts else note("no prompt was logged at both steps")

@@ -45,41 +45,37 @@ INPUTS = ("run", "step", "all", "against", "q", "sort", "order", "colour")  # bu
 
 
 def rollouts_tab(backend: DemoBackend, app: Any, tabs: Any, tab: Any) -> None:
-    """Builds the tab; an address that names it opens it."""
+    """Build the tab; an address that names it opens it."""
     rollouts = Rollouts(backend)
     rollouts.read_ahead()
     now = gr.State("")  # the query of the view
-    with gr.Column(visible=bool(rollouts.labels())) as controls:
-        inputs, reload = view_inputs(rollouts.labels())
+    with gr.Column(visible=bool(rollouts.paths())) as controls:
+        inputs, reload = view_inputs(list(rollouts.paths()))
     run, step, every, against, text, sort, order, colour = inputs
     script = (ASSETS / "rollouts.js").read_text(encoding="utf-8")
     shown = make_html(note("The samples are being read."), js_on_load=script)
     parts = [*inputs, shown, now, controls]
 
-    def open_query(query: Mapping[str, str]) -> list[Any]:
-        run, slider, *others = rollouts.open(query)
-        return [gr.update(**run), gr.update(**slider), *others, gr.update(visible=bool(rollouts.labels()))]
-
     @show_errors
     def reopen(query: str) -> list[Any]:
-        return open_query(dict(parse_qsl(query)))
+        return rollouts.open(dict(parse_qsl(query)))
 
     @show_errors
     def open_address(request: gr.Request) -> list[Any]:
         query = dict(request.query_params)
         if query.get("tab") != "rollouts":
             return [gr.skip() for _ in (tabs, *parts)]
-        return [gr.update(selected="rollouts"), *open_query(query)]
+        return [gr.update(selected="rollouts"), *rollouts.open(query)]
 
     @show_errors
-    def entered(query: str) -> list[Any]:
+    def enter(query: str) -> list[Any]:
         is_open = view_at(query).run  # a link that names the tab selects it, too
-        return [gr.skip() for _ in parts] if is_open else open_query({})
+        return [gr.skip() for _ in parts] if is_open else rollouts.open({})
 
     @show_errors
-    def another_run(label: str | None, query: str) -> list[Any]:
+    def change_run(label: str | None, query: str) -> list[Any]:
         view = view_at(query)
-        return open_query({"run": label or "", "sort": view.sort, "order": view.order})
+        return rollouts.open({"run": label or "", "sort": view.sort, "order": view.order})
 
     @show_errors
     def follow(clicked: gr.EventData) -> list[Any]:
@@ -87,31 +83,30 @@ def rollouts_tab(backend: DemoBackend, app: Any, tabs: Any, tab: Any) -> None:
 
     @show_errors
     def look(query: str, *values: Any) -> list[Any]:
-        asked = replace(view_of(values), prompt=view_at(query).prompt)
-        return [rollouts.show(asked), asked.query()]
+        view = replace(view_of(values), prompt=view_at(query).prompt)
+        return [rollouts.show(view), view.query()]
 
     @show_errors
     def search(query: str, *values: Any) -> list[Any]:
-        if view_of(values).q == view_at(query).q:  # a view that was opened fills the box, too
-            return [gr.skip(), gr.skip()]
-        return look(query, *values)
+        is_same = view_of(values).q == view_at(query).q  # a view that was opened fills the box, too
+        return [gr.skip(), gr.skip()] if is_same else look(query, *values)
 
     # One queue for all events that make a view, so that the view shown is the last one: with a queue each, an
     # earlier event that takes longer would overwrite it.
     quiet = PRIVATE | {"concurrency_id": "rollouts", "concurrency_limit": 1}
     app.load(open_address, None, [tabs, *parts], **quiet)
-    tab.select(entered, now, parts, **quiet)
+    tab.select(enter, now, parts, **quiet)
     reload.click(reopen, now, parts, **quiet)
     shown.click(follow, None, parts, **quiet)
-    run.input(another_run, [run, now], parts, **quiet)
-    looking = [now, *inputs], [shown, now]
-    text.change(search, *looking, trigger_mode="always_last", **quiet)  # Gradio has no input event for a paste
+    run.input(change_run, [run, now], parts, **quiet)
+    quiet["trigger_mode"] = "always_last"
+    text.change(search, [now, *inputs], [shown, now], **quiet)  # Gradio has no input event for a paste
     for part in (step, every, against, sort, order, colour):
-        part.input(look, *looking, trigger_mode="always_last", **quiet)
+        part.input(look, [now, *inputs], [shown, now], **quiet)
 
 
 def view_inputs(labels: list[str]) -> tuple[list[Any], Any]:
-    """Makes the inputs of a view, in the order of `INPUTS`, and the button that reads the files again."""
+    """Make the inputs of a view, in the order of `INPUTS`, and the button that reads the files again."""
     with gr.Row(elem_classes="rollout-inputs"):
         run = gr.Dropdown(labels, value=None, label="Run", scale=2)
         step = gr.Slider(0, 1, 0, step=1, label="Step", scale=3, buttons=[])
@@ -133,11 +128,10 @@ def view_at(query: str) -> View:
 
 def view_of(values: Sequence[Any]) -> View:
     """The view of the inputs, in the order of `INPUTS`."""
-    given = dict(zip(INPUTS, values))
-    if given.pop("all") is True:
+    given = {name: value for name, value in zip(INPUTS, values) if value is not None}
+    if given.pop("all", False) is True:
         given["step"] = ALL
-    texts = {name: f"{value:.0f}" if isinstance(value, float) else str(value) for name, value in given.items()}
-    return View.from_query({name: text for name, text in texts.items() if given[name] is not None})
+    return View.from_query({k: f"{v:.0f}" if isinstance(v, float) else str(v) for k, v in given.items()})
 
 
 class Rollouts:
@@ -158,9 +152,6 @@ class Rollouts:
         }
         return {label: path for label, path in found.items() if path.is_file()}
 
-    def labels(self) -> list[str]:
-        return list(self.paths())
-
     def read_ahead(self) -> None:
         """Read the files, and load the tokenizers of their runs, in a background thread."""
 
@@ -169,7 +160,7 @@ class Rollouts:
                 with suppress(OSError, UsageError):  # the view says why
                     while (samples := self.file(path).refresh(READ_SECONDS)) is not None and not samples.is_read:
                         pass
-                    self.pieces_of(str(path.parent))
+                    self.load_pieces(str(path.parent))
 
         threading.Thread(target=read, name="rollouts", daemon=True).start()
 
@@ -178,39 +169,32 @@ class Rollouts:
             return self.files.setdefault(path, RolloutFile(path))
 
     def samples(self, view: View) -> Samples | None:
-        """What has been read of the view's file. Raises: UsageError when it cannot be read."""
+        """Return what has been read of the view's file. Raises: UsageError when it cannot be read."""
         path = self.paths().get(view.run)
         try:
             return self.file(path).refresh(READ_SECONDS) if path is not None else None
         except OSError as problem:
             raise UsageError(f"{path} cannot be read: {problem.strerror}") from None
 
-    def filled(self, query: Mapping[str, str]) -> View:
-        """The view of an address; where it names none, what the last run learned from, in the first colour it logs."""
-        view, labels = View.from_query(query), self.labels()
+    def open(self, query: Mapping[str, str]) -> list[Any]:
+        """Return the inputs for the view of an address, its HTML, its own query, and whether there are any runs.
+
+        Without a run in the address, it is what the last run learned from; without a colour, the first one logged.
+        """
+        view, labels = View.from_query(query), list(self.paths())
         if not view.run and labels:
             learned = [label for label in labels if not label.endswith(HELD_OUT)]
             view = replace(view, run=(learned or labels)[-1])
         samples = self.samples(view)
-        colours = logged_colours(samples) if samples is not None else []
-        return replace(view, colour=colours[0]) if colours and "colour" not in query else view
-
-    def open(self, query: Mapping[str, str]) -> list[Any]:
-        """Settings of the run's dropdown and of the steps' slider for an address, the other inputs, the view's HTML and
-        its own query."""
-        view, labels = self.filled(query), self.labels()
-        steps = self.steps(view)
-        first, last = (steps[0], steps[-1]) if steps else (0, 0)
-        slider = {"minimum": first, "maximum": max(last, first + 1), "interactive": len(steps) > 1}
-        slider["value"] = nearest(steps, view.step) if steps else 0
-        run = {"choices": labels, "value": view.run if view.run in labels else None}
-        others = [view.all_steps, view.against, view.q, view.sort, view.order, view.colour]
-        return [run, slider, *others, self.show(view), view.query()]
-
-    def steps(self, view: View) -> list[int]:
-        """The steps that the slider goes through."""
-        samples = self.samples(view)
-        return steps_of(samples, view) if samples is not None else []
+        if samples is not None and "colour" not in query:
+            view = replace(view, colour=next(iter(logged_colours(samples)), view.colour))
+        steps = steps_of(samples, view) if samples is not None else []
+        ends = {"minimum": steps[0], "maximum": max(steps[-1], steps[0] + 1)} if steps else {"minimum": 0, "maximum": 1}
+        value = nearest(steps, view.step) if steps else 0
+        run = gr.update(choices=labels, value=view.run if view.run in labels else None)
+        step = gr.update(**ends, interactive=len(steps) > 1, value=value)
+        others = view.all_steps, view.against, view.q, view.sort, view.order, view.colour
+        return [run, step, *others, self.show(view), view.query(), gr.update(visible=bool(labels))]
 
     def show(self, view: View) -> str:
         """HTML of a view."""
@@ -218,29 +202,26 @@ class Rollouts:
         if samples is None:
             named = f"{view.run} has logged no samples, or is not served here; choose a run"
             return note(named if view.run else NOTHING)
-        return page(samples, view, self.run(view.run))
-
-    def run(self, label: str) -> Run:
-        """What is shown of a run beside its samples."""
-        folder = str(self.paths()[label].parent)
+        folder = str(self.paths()[view.run].parent)
         try:
-            return Run(label, str(read_arg(folder, "program")), self.pieces_of(folder))
+            run = Run(view.run, str(read_arg(folder, "program")), self.load_pieces(folder))
         except UsageError as problem:
-            return Run(label, "", None, str(problem))
+            run = Run(view.run, "", None, str(problem))
+        return page(samples, view, run)
 
-    def pieces_of(self, folder: str) -> Pieces:
-        """The function from ids to the texts of tokens. Raises: UsageError when the run has no tokenizer yet."""
+    def load_pieces(self, folder: str) -> Pieces:
+        """Return the function from ids to the texts of tokens. Raises: UsageError when the run has no tokenizer yet."""
         with self.lock:
             if folder not in self.pieces:
                 saved = checkpoints(Path(folder))
                 data = self.backend.args.data_dir or (None if saved else locate(folder, "data_dir"))
                 tokenizer = load_tokenizer(data, str(saved[-1]) if saved else None, verify=self.backend.args.verify)
-                self.pieces[folder] = functools.partial(pieces, tokenizer)
+                self.pieces[folder] = functools.partial(name_tokens, tokenizer)
             return self.pieces[folder]
 
 
-def pieces(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[str]:
-    """The text of each token; of a special one its name. Ids that the tokenizer does not have are shown as numbers."""
+def name_tokens(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[str]:
+    """Return the text of each token, the name of a special one; ids that the tokenizer does not have are numbers."""
     special = set(tokenizer.all_special_ids)
     if any(not isinstance(i, int) or not 0 <= i < len(tokenizer) for i in ids):
         return [f"[{i}]" for i in ids]

@@ -1,4 +1,4 @@
-"""What the tab Runs shows of experiment dirs: lines over seeds, the audit's warnings, samples, arguments, model card.
+"""Data of the tab Runs: lines over seeds, the audit's warnings, samples, arguments and model card of experiment dirs.
 
 Nothing is written. Files are read again when they have grown.
 """
@@ -6,9 +6,9 @@ Nothing is written. Files are read again when they have grown.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -30,6 +30,7 @@ from lightrlhf.storage.curves import (
 )
 from lightrlhf.storage.results import USUAL_METRICS
 from lightrlhf.storage.run_dir import read_arg, read_args, read_logged
+from lightrlhf.training.rollout_log import FILE, SAMPLES
 
 AXES = ("step", "tokens", "hours")
 MAX_ROWS = 100  # of a table of values by step
@@ -37,6 +38,8 @@ HELD_OUT = ", held-out prompts"  # behind a run's label: its answers to the same
 MAX_NEAREST = 4  # samples of a run beside a point of its curve
 NO_ARGUMENTS = ("versions", "git_commit", "given", "began")  # of args.json
 LONGEST = 200  # characters of an argument in a table
+Row = dict[str, Any]
+T = TypeVar("T")
 
 
 class Line(NamedTuple):
@@ -59,55 +62,42 @@ class Warned(NamedTuple):
 
 
 # -------------------------------------------------------------------------------------------------------------- files
-def rows_of(path: Path) -> list[dict[str, Any]]:
-    """Rows of a JSONL file that may be growing; none without a file."""
-    return read_logged(path) or []
-
-
-def stamp(path: Path) -> tuple[int, int]:
-    """What changes when a file is written: time and size; 0, 0 of a file that is not there."""
-    try:
-        state = path.stat()
-    except OSError:
-        return 0, 0
-    return state.st_mtime_ns, state.st_size
+def read(parse: Callable[[list[Row]], T], path: Path) -> T:
+    """Parse the rows of a JSONL file that may be growing, once for each time that it was written; no rows of none."""
+    state = path.stat() if path.is_file() else None
+    return _parse(parse, path, state and (state.st_mtime_ns, state.st_size))
 
 
 @functools.lru_cache(maxsize=64)
-def _columns(path: Path, stamp: tuple[int, int]) -> dict[str, Column]:
-    return columns(rows_of(path))
-
-
-@functools.lru_cache(maxsize=16)
-def _samples(path: Path, stamp: tuple[int, int]) -> list[list[Any]]:
-    rows = rows_of(path)
-    return [[row["step"], row.get("prompt"), row.get("response"), row.get("score")] for row in rows if "step" in row]
+def _parse(parse: Callable[[list[Row]], T], path: Path, stamp: tuple[int, int] | None) -> T:
+    return parse(read_logged(path) or [])
 
 
 def metrics(folder: str) -> dict[str, Column]:
     """Metrics of a run by name; empty for one that has logged none."""
-    path = Path(folder) / "metrics.jsonl"
-    return _columns(path, stamp(path))
+    return read(columns, Path(folder) / "metrics.jsonl")
 
 
-def samples(folder: str | None, name: str = "samples.jsonl") -> list[list[Any]]:
+def samples(folder: str | None, name: str = SAMPLES) -> list[list[Any]]:
     """Step, prompt, response and score of the samples logged during training, oldest first."""
-    path = Path(folder or "") / name
-    return _samples(path, stamp(path)) if folder else []
+    return read(sample_columns, Path(folder) / name) if folder else []
+
+
+def sample_columns(rows: list[Row]) -> list[list[Any]]:
+    return [[row.get(name) for name in ("step", "prompt", "response", "score")] for row in rows]
 
 
 def nearest_samples(folder: str, step: int) -> list[list[Any]]:
     """The first samples of the logged step that is nearest to `step`: of evaluations, else of training."""
-    rows = samples(folder) or samples(folder, "rollouts.jsonl")
+    rows = samples(folder) or samples(folder, FILE)
     found = min((row[0] for row in rows), key=lambda logged: abs(logged - step), default=None)
     return [row for row in rows if row[0] == found][:MAX_NEAREST]
 
 
 def card(folder: str | None) -> str:
     """The model card without its YAML header; empty if there is none."""
-    if folder is None or not (Path(folder) / "README.md").is_file():
-        return ""
-    text = (Path(folder) / "README.md").read_text(encoding="utf-8")
+    path = Path(folder or "") / "README.md"
+    text = path.read_text(encoding="utf-8") if folder and path.is_file() else ""
     return text.split("---\n", 2)[-1] if text.startswith("---\n") else text
 
 
@@ -129,13 +119,13 @@ def curves(metric: str, lines: Sequence[Line]) -> dict[str, Curve]:
     return curves_of(metric, {line.label: line.seeds for line in lines})
 
 
-def logged(lines: Sequence[Line]) -> list[str]:
+def metric_names(lines: Sequence[Line]) -> list[str]:
     """Names of the metrics of any line, the usual ones first."""
     names = {name for line in lines for seed in line.seeds for name in seed}
     return [name for name in USUAL_METRICS if name in names] + sorted(names.difference(USUAL_METRICS))
 
 
-def placed(axis: str, line: Line, steps: Steps) -> Floats | None:
+def locate_steps(axis: str, line: Line, steps: Steps) -> Floats | None:
     """Places of steps on an axis, means over seeds: steps, tokens or hours of training; None where not logged.
 
     A step that was not logged counts as much as the next logged one.
@@ -153,42 +143,37 @@ def placed(axis: str, line: Line, steps: Steps) -> Floats | None:
 def per_step(axis: str, run: Mapping[str, Column]) -> Column | None:
     """Tokens trained on, padding not counted, or hours of rollout, scoring and update, of each logged step."""
     timed = [own for name, own in run.items() if name.startswith("time/") and not name.endswith("_per_second")]
-    if not timed:
-        return None
-    if axis == "hours":
+    if timed and axis == "hours":
         spent = over_seeds(timed)
-        counts = spent.means * spent.seeds / 3600  # sums
-        return Column(spent.steps, counts)
+        return Column(spent.steps, spent.means * spent.seeds / 3600)  # sums
     if not {"time/update", "time/tokens_per_second"} <= run.keys():
         return None
     speed, seconds = (dict(zip(*run[name])) for name in ("time/tokens_per_second", "time/update"))
     return column({int(step): speed[step] * seconds[step] for step in speed.keys() & seconds.keys()})
 
 
-def drawn_line(line: Line, found: Mapping[str, Curve], axis: str, told: Sequence[Warned]) -> Drawn | None:
-    """A line of the chart; None where it has no values of the metric, or none on the axis."""
+def make_line(line: Line, found: Mapping[str, Curve], axis: str, told: Sequence[Warned]) -> Drawn | None:
+    """Make a line of the chart; None where it has no values of the metric, or none on the axis."""
     curve = found.get(line.label)
-    places = placed(axis, line, curve.steps) if curve else None
+    places = locate_steps(axis, line, curve.steps) if curve else None
     if curve is None or places is None:
         return None
     edges = np.array([[each.first, each.last] for each in told if each.run in line.runs], np.int64)
-    ranges = placed(axis, line, edges.flatten())
+    ranges = locate_steps(axis, line, edges.flatten())
     assert ranges is not None  # as of the curve
     ranges = ranges.clip(places[0], places[-1])
-    warned = list(zip(ranges[::2].tolist(), ranges[1::2].tolist()))
-    return Drawn(line.label, line.runs, places, curve.steps, curve.means, curve.errors, curve.seeds, warned)
+    return Drawn(line.label, line.runs, places, *curve, list(zip(ranges[::2].tolist(), ranges[1::2].tolist())))
 
 
 def value_rows(found: Mapping[str, Curve]) -> list[list[Any]]:
     """Rows of a table: step, and the value of each curve there; at most `MAX_ROWS`, first and last step among them."""
     steps = sorted({step for curve in found.values() for step in curve.steps.tolist()})
     kept = np.unique(np.linspace(0, len(steps) - 1, MAX_ROWS).round().astype(int)).tolist() if steps else []
-    columns = []
+    texts = []
     for curve in found.values():
-        points = zip(curve.means, curve.errors, curve.seeds)
-        texts = [f"{number(v)} ± {number(e)}" if seeds > 1 else number(v) for v, e, seeds in points]
-        columns.append(dict(zip(curve.steps.tolist(), texts)))
-    return [[steps[place], *(column.get(steps[place], "") for column in columns)] for place in kept]
+        points = zip(curve.steps.tolist(), curve.means, curve.errors, curve.seeds)
+        texts.append({step: number(v) + (f" ± {number(e)}" if seeds > 1 else "") for step, v, e, seeds in points})
+    return [[steps[place], *(column.get(steps[place], "") for column in texts)] for place in kept]
 
 
 def final_values(metric: str, found: Mapping[str, Curve]) -> list[list[Any]]:
@@ -196,25 +181,20 @@ def final_values(metric: str, found: Mapping[str, Curve]) -> list[list[Any]]:
 
     The best is left open where the name does not say whether lower or higher values are better.
     """
-    lower: bool | None
+    find_best: Callable[[Floats], Any] | None
     try:
-        lower = best_metric(metric)[1]
+        find_best = np.argmin if best_metric(metric)[1] else np.argmax
     except ValueError:
-        lower = None
+        find_best = None
     rows = []
     for label, curve in found.items():
-        best = None if lower is None else int(curve.means.argmin() if lower else curve.means.argmax())
-        rows.append(
-            [
-                label,
-                int(curve.seeds.max()),
-                number(curve.means[0]),
-                number(curve.means[-1]),
-                number(curve.errors[-1]) if curve.seeds[-1] > 1 else formatted(None),
-                formatted(None) if best is None else number(curve.means[best]),
-                formatted(None) if best is None else int(curve.steps[best]),
-            ]
-        )
+        ends = [number(curve.means[0]), number(curve.means[-1])]
+        error = number(curve.errors[-1]) if curve.seeds[-1] > 1 else formatted(None)
+        best: list[Any] = [formatted(None)] * 2
+        if find_best is not None:
+            place = find_best(curve.means)
+            best = [number(curve.means[place]), int(curve.steps[place])]
+        rows.append([label, int(curve.seeds.max()), *ends, error, *best])
     return rows
 
 
@@ -224,7 +204,7 @@ def number(value: float) -> str:
 
 
 # ----------------------------------------------------------------------------------------------- audit and arguments
-def warned(label: str, folder: str) -> list[Warned]:
+def find_warnings(label: str, folder: str) -> list[Warned]:
     """The ranges of steps at which the audit of a run warned (see `lightrlhf.rewards.audit`)."""
     run = metrics(folder)
     if "audit/warning" not in run:
@@ -233,7 +213,7 @@ def warned(label: str, folder: str) -> list[Warned]:
     edges = np.flatnonzero(np.diff(np.concatenate([[0], flags > 0, [0]])))
     score, audit = (dict(zip(*run.get(name, column({})))) for name in ("objective/score", "audit/score"))
     return [
-        Warned(label, named(label, folder), int(first), int(last), score.get(last), audit.get(last))
+        Warned(label, name_run(label, folder), int(first), int(last), score.get(last), audit.get(last))
         for first, last in zip(steps[edges[::2]], steps[edges[1::2] - 1])
     ]
 
@@ -246,7 +226,7 @@ def warning_line(found: Warned) -> str:
     return f"{found.name}: {steps}, in the end with score {number(found.score)} and audit {number(found.audit)}"
 
 
-def named(label: str, folder: str) -> str:
+def name_run(label: str, folder: str) -> str:
     """A run by its label and seed."""
     seed = read_arg(folder, "seed")
     return label if seed is None else f"{label}, seed {seed}"

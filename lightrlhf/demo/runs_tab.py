@@ -5,7 +5,6 @@ Left out: changes of a page's choices by its address, and curves of experiments 
 
 from __future__ import annotations
 
-import html
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,11 +12,12 @@ from typing import Any
 from urllib.parse import urlencode
 
 import gradio as gr
+from markupsafe import Markup
 
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.demo.chart import chart
 from lightrlhf.demo.inputs import PRIVATE, event_values, make_html, show_errors
-from lightrlhf.demo.markup import scores_as_html, table_as_html, tag
+from lightrlhf.demo.markup import join, scores_as_html, table_as_html, tag
 from lightrlhf.demo.models import formatted
 from lightrlhf.demo.runs import (
     AXES,
@@ -26,15 +26,15 @@ from lightrlhf.demo.runs import (
     argument_table,
     card,
     curves,
-    drawn_line,
     final_values,
+    find_warnings,
     lines_of,
-    logged,
-    named,
+    make_line,
+    metric_names,
+    name_run,
     nearest_samples,
     samples,
     value_rows,
-    warned,
     warning_line,
 )
 from lightrlhf.demo.session import DemoBackend
@@ -85,7 +85,7 @@ def runs_tab(backend: DemoBackend, tab: Any) -> None:
         if not isinstance(asked, list) or not isinstance(step, int | float) or not math.isfinite(step):
             raise UsageError("this point of the chart has no runs and no step; reload the page")
         shown = {label: folder for label, folder in backend.runs().items() if label in asked}
-        return beside_html("".join(samples_html(*run, int(step)) for run in shown.items()))
+        return beside_html(*(samples_html(*run, int(step)) for run in shown.items()))
 
     @show_errors
     def describe(run: str | None) -> list[Any]:
@@ -127,44 +127,46 @@ def views_of(
 ) -> tuple[list[str], str | None, str, str, str, str, str]:
     """Names of the metrics that runs have logged, the one that is shown, and HTML: its chart, warnings and tables."""
     lines = lines_of(folders, by_settings)
-    names = logged(lines)
+    names = metric_names(lines)
     metric = metric if metric in names else next(iter(usual_metrics(set(names))), None)
-    found = curves(metric, lines) if metric else {}
-    told = [each for label, folder in folders.items() for each in warned(label, folder)]
-    drawn = [line for line in (drawn_line(line, found, axis, told) for line in lines) if line]
+    found, name = curves(metric, lines) if metric else {}, metric or "no metric"
+    told = [each for label, folder in folders.items() for each in find_warnings(label, folder)]
+    drawn = [line for line in (make_line(line, found, axis, told) for line in lines) if line]
     return (
         names,
         metric,
         chart(metric or "", axis, drawn, max(1, min(int(smoothing), MAX_SMOOTHING))),
         warnings_html(told),
-        scrolling(FINAL, final_values(metric, found) if metric else [], f"Values of {metric or 'no metric'}"),
-        scrolling(["step", *found], value_rows(found), f"{metric or 'no metric'} by step, as logged"),
-        scrolling(*argument_table(folders), "Arguments in which the runs differ"),
+        scrolling_table(FINAL, final_values(metric or "", found), f"Values of {name}"),
+        scrolling_table(["step", *found], value_rows(found), f"{name} by step, as logged"),
+        scrolling_table(*argument_table(folders), "Arguments in which the runs differ"),
     )
 
 
-def beside_html(content: str) -> str:
-    return tag("section", content, class_="beside", aria_label="Samples of the point", aria_live="polite", tabindex=0)
+def beside_html(*content: Markup) -> Markup:
+    return tag("section", *content, class_="beside", aria_label="Samples of the point", aria_live="polite", tabindex=0)
 
 
-def samples_html(label: str, folder: str, step: int) -> str:
+def samples_html(label: str, folder: str, step: int) -> Markup:
     """The samples of a run that were logged nearest a step, and a link to the rollouts there."""
-    found, title = nearest_samples(folder, step), html.escape(named(label, folder))
+    found, title = nearest_samples(folder, step), name_run(label, folder)
     if not found:
         return tag("h2", title) + tag("p", "This run has logged no samples.", class_="hint")
     parts = [tag("h2", f"{title}: step {found[0][0]}")]
-    for _, *texts, score in found:
-        prompt, response = (html.escape(as_text(text or "")) for text in texts)
-        told = tag("div", prompt, class_="text asked") + tag("div", response, class_="text")
-        parts.append(tag("article", told + scores_as_html([("score", formatted(score))]), class_="card"))
+    for _, prompt, response, score in found:
+        texts = (
+            tag("div", as_text(prompt or ""), class_="text asked"),
+            tag("div", as_text(response or ""), class_="text"),
+        )
+        parts.append(tag("article", *texts, scores_as_html([("score", formatted(score))]), class_="card"))
     for name, suffix, where in ((FILE, "", "Rollouts"), (SAMPLES, HELD_OUT, "Held-out prompts")):
         if (Path(folder) / name).is_file():
             address = "/?" + urlencode({"tab": "rollouts", "run": label + suffix, "step": step})
             parts.append(tag("p", tag("a", f"{where} at step {step}", href=address)))
-    return "".join(parts)
+    return join(parts)
 
 
-def samples_table(folder: str | None) -> str:
+def samples_table(folder: str | None) -> Markup:
     """The samples of a run, the last `MAX_SAMPLES` of them."""
     rows = samples(folder)
     caption = f"The last {MAX_SAMPLES} of {len(rows)} samples" if len(rows) > MAX_SAMPLES else f"{len(rows)} samples"
@@ -172,20 +174,19 @@ def samples_table(folder: str | None) -> str:
         [step, as_text(prompt or ""), as_text(response or ""), formatted(score)]
         for step, prompt, response, score in rows[-MAX_SAMPLES:]
     ]
-    return scrolling(["step", "prompt", "response", "score"], shown, caption)
+    return scrolling_table(["step", "prompt", "response", "score"], shown, caption)
 
 
-def scrolling(headers: Sequence[str], rows: Sequence[Sequence[Any]], caption: str) -> str:
+def scrolling_table(headers: Sequence[str], rows: Sequence[Sequence[Any]], caption: str) -> Markup:
     """A table in a part of the page that scrolls by itself."""
-    return tag(
-        "div", table_as_html(headers, rows, caption), class_="scroller", tabindex=0, role="region", aria_label=caption
-    )
+    table, look = table_as_html(headers, rows, caption), {"class_": "scroller", "tabindex": 0, "role": "region"}
+    return tag("div", table, aria_label=caption, **look)
 
 
-def warnings_html(told: Sequence[Warned]) -> str:
+def warnings_html(told: Sequence[Warned]) -> Markup:
     """A line for each range of steps at which an audit warned; empty without."""
     if not told:
-        return ""
-    title = tag("p", "The audit warned that the policy may exploit the reward; read the samples of these steps:")
-    lines = "".join(tag("li", html.escape(warning_line(each))) for each in told)
-    return tag("div", title + tag("ul", lines), class_="warnings", role="note")
+        return Markup()
+    title = "The audit warned that the policy may exploit the reward; read the samples of these steps:"
+    lines = tag("ul", *(tag("li", warning_line(each)) for each in told))
+    return tag("div", tag("p", title), lines, class_="warnings", role="note")

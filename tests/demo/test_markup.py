@@ -3,10 +3,10 @@
 import pytest
 
 from lightrlhf.demo.dialogue import end_stream, prompt_of, split_thinking, user_turn
-from lightrlhf.demo.markup import cards_as_html, dialogue_as_html, shortened, table_as_html, welcome
+from lightrlhf.demo.markup import cards_as_html, dialogue_as_html, shorten, table_as_html, welcome
 
 EVIL = '<img src=x onerror="window.pwned=1">${1+1}{{7*7}}'
-ESCAPED = "&lt;img src=x onerror=&quot;window.pwned=1&quot;&gt;"
+ESCAPED = "&lt;img src=x onerror=&#34;window.pwned=1&#34;&gt;"
 
 
 @pytest.mark.parametrize(
@@ -66,4 +66,4 @@ def test_a_table_names_the_column_in_each_cell():
     shown = table_as_html(["model", "wins"], [["ppo", 3]], "Tally")
     assert '<td data-name="wins">3</td>' in shown and '<th scope="col">model</th>' in shown
     assert "no votes" in table_as_html(["model"], [], "Tally", "no votes")
-    assert shortened("a\nb " * 100).endswith("…") and len(shortened("a\nb " * 100)) == 160
+    assert shorten("a\nb " * 100).endswith("…") and len(shorten("a\nb " * 100)) == 160

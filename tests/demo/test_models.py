@@ -225,8 +225,11 @@ def test_token_texts_concatenate_to_the_answer_and_are_escaped(tokenizer):
     assert "".join(texts) == " A <b>latté</b> & a\nmuffin." and texts[-1] == ""
     shown = tokens_as_html(texts, [1.0, -9.0] + [0.0] * (len(texts) - 2), [0, 0] + [1] * (len(texts) - 2))
     assert "<b>" not in shown and "&amp;" in shown and shown.count('class="token ') == len(texts)
-    assert shown.count(" first") == 1 and 'token more" style="--strength: 0.20"' in shown
-    assert 'token less" style="--strength: 0.60"' in shown and "<i> end</i>" in shown
+    assert (
+        shown.count(" first") == 1
+        and 'token more" title="log-ratio +1.000, segment 0" style="--strength:0.20"' in shown
+    )
+    assert 'token less" title="log-ratio -9.000, segment 0" style="--strength:0.60"' in shown and "<i> end</i>" in shown
 
 
 def test_macro_actions_as_trained_and_of_any_length(sft_dir, lora_dir, tmp_path):

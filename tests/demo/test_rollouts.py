@@ -9,12 +9,13 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 from helpers import ROOT, environment
 from helpers.rollout_files import hacked_run, logged_row, write_rows
 
 from lightrlhf.demo import rollout_file
-from lightrlhf.demo.rollout_file import RolloutFile
+from lightrlhf.demo.rollout_file import NUMBERS, RolloutFile
 from lightrlhf.demo.rollouts import View, audit_disagrees, compare, curves, select, steps_of
 from lightrlhf.demo.rollouts_html import Run, page
 
@@ -56,7 +57,7 @@ def test_a_file_that_grows_is_read_on_and_one_that_is_replaced_anew(tmp_path):
     assert len(file.refresh()) == 1 and file.samples.row(0)["response"] == "resumed"
     assert before.row(2)["response"] == "r2"  # of a view that is being drawn
     file.path.write_text(json.dumps(logged_row(step=7, response="rewritten in place")) + "\n" * 500)
-    assert file.refresh().numbers["step"].tolist() == [7]
+    assert file.refresh().table["step"].tolist() == [7]
     file.path.unlink()
     assert file.refresh() is None
 
@@ -67,9 +68,8 @@ def test_chunks_and_lines_longer_than_one_give_the_same_index(tmp_path, monkeypa
     whole = file.refresh()
     monkeypatch.setattr(rollout_file, "CHUNK", 300)
     parts = RolloutFile(file.path).refresh()
-    assert whole.offsets.tolist() == parts.offsets.tolist() and len(parts) == 7
-    for name, values in whole.numbers.items():
-        assert np.array_equal(values, parts.numbers[name], equal_nan=True), name
+    assert len(parts) == 7 and set(NUMBERS) <= set(whole.table)
+    pd.testing.assert_frame_equal(whole.table, parts.table)
     assert [parts.row(i)["response"] for i in range(7)] == [row["response"] for row in rows]
     slow = RolloutFile(file.path)
     assert not slow.refresh(seconds=0).is_read and "of the file is read so far" in shown_now(slow)
@@ -82,11 +82,11 @@ def shown_now(file: RolloutFile) -> str:
 def test_numbers_are_those_of_the_tokens_that_the_policy_sampled(tmp_path):
     row = logged_row(response_ids=[4, 5, 6], mask=[1, 0, 1], log_ratio=[1, 50, -3], advantages=[2, 50, None], audit=0.5)
     samples = opened(tmp_path, row, logged_row(log_ratio=None, score=None, rewards={"late": 2})).refresh()
-    first = {name: values[0] for name, values in samples.numbers.items()}
+    first = samples.table.iloc[0]
     assert (first["kl"], first["length"], first["advantage"], first["deepest advantage"]) == (-2, 2, 2, 2)
     assert first["audit"] == 0.5 and math.isnan(first["deepest value"])
-    assert math.isnan(samples.numbers["kl"][1]) and math.isnan(samples.numbers["score"][1])
-    assert math.isnan(samples.rewards["late"][0]) and samples.rewards["late"][1] == 2
+    assert math.isnan(samples.table["kl"][1]) and math.isnan(samples.table["score"][1])
+    assert math.isnan(samples.table["reward late"][0]) and samples.table["reward late"][1] == 2
 
 
 BAD = {
@@ -126,12 +126,12 @@ def test_rows_of_older_versions_and_with_foreign_values_are_shown(tmp_path):
 def test_search_is_without_case_and_in_quotes_of_whole_words(tmp_path):
     texts = ["Um, tea", "NUMBER", "um", "drum kit", "Straße um", "é um!", "a\0b", "tümum"]
     samples = opened(tmp_path, *(logged_row(prompt="asked", response=text) for text in texts)).refresh()
-    assert np.flatnonzero(samples.having("um")).tolist() == [0, 1, 2, 3, 4, 5, 7]
-    assert np.flatnonzero(samples.having('"UM"')).tolist() == [0, 2, 4, 5]
-    assert np.flatnonzero(samples.having("STRASSE")).tolist() == [4]
-    assert samples.having("asked").all() and not samples.having("umno").any()
-    assert np.flatnonzero(samples.having("a b")).tolist() == [6]  # a separator in a text does not end it
-    assert not samples.having("tea number").any()  # across two texts
+    assert np.flatnonzero(samples.find("um")).tolist() == [0, 1, 2, 3, 4, 5, 7]
+    assert np.flatnonzero(samples.find('"UM"')).tolist() == [0, 2, 4, 5]
+    assert np.flatnonzero(samples.find("STRASSE")).tolist() == [4]
+    assert samples.find("asked").all() and not samples.find("umno").any()
+    assert np.flatnonzero(samples.find("a b")).tolist() == [6]  # a separator in a text does not end it
+    assert not samples.find("tea number").any()  # across two texts
 
 
 def test_only_the_index_is_in_memory_and_torch_is_not(tmp_path):
@@ -220,7 +220,7 @@ def test_two_steps_differ_in_means_and_words(tmp_path):
     assert "step 12" in html and "&quot;um&quot;" not in html.split("<table>")[1] and "q=%22um%22" in html
     assert 30 < audit_disagrees(samples).sum() < len(samples) / 2
     lines = curves(samples, select(samples, View(q='"um"')))
-    assert lines["share with the text"][-1][1] > 0.8 and lines["score"][0][0] == 1
+    assert lines["share with the text"].iloc[-1] > 0.8 and lines["score"].index[0] == 1
 
 
 # ---------------------------------------------------------------------------------------------------------------- html

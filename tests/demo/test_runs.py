@@ -16,18 +16,21 @@ from lightrlhf.demo.runs import (
     argument_table,
     card,
     curves,
-    drawn_line,
     final_values,
+    find_warnings,
     lines_of,
-    logged,
+    locate_steps,
+    make_line,
+    metric_names,
     metrics,
     nearest_samples,
-    placed,
     samples,
     value_rows,
-    warned,
     warning_line,
 )
+
+pytest.importorskip("gradio", reason="needs pip install -e '.[demo]'")
+
 from lightrlhf.demo.runs_tab import samples_html, samples_table, warnings_html
 
 
@@ -53,7 +56,9 @@ def test_lines_are_settings_over_seeds_or_single_runs(folders):
         ("ppo, lr 1", ["other"], 1),
     ]
     assert [line.label for line in lines_of(folders, False)] == ["one", "two", "other"]
-    assert logged(grouped)[:3] == ["objective/score", "val/loss", "audit/score"] and "my/metric" in logged(grouped)
+    assert metric_names(grouped)[:3] == ["objective/score", "val/loss", "audit/score"] and "my/metric" in metric_names(
+        grouped
+    )
 
 
 def test_a_line_has_the_mean_and_the_standard_error_of_its_seeds(folders):
@@ -67,16 +72,16 @@ def test_a_line_has_the_mean_and_the_standard_error_of_its_seeds(folders):
 def test_places_by_step_tokens_and_hours(folders):
     line, other = lines_of(folders, True)
     steps = np.array([1, 5, 10])
-    assert placed("step", line, steps).tolist() == [1, 5, 10]
-    assert placed("tokens", line, steps).tolist() == [100, 500, 1000]
-    assert placed("hours", line, steps) == pytest.approx(np.array([5, 25, 50]) / 3600)
-    assert placed("tokens", other, steps) is None and placed("hours", other, steps) is None
+    assert locate_steps("step", line, steps).tolist() == [1, 5, 10]
+    assert locate_steps("tokens", line, steps).tolist() == [100, 500, 1000]
+    assert locate_steps("hours", line, steps) == pytest.approx(np.array([5, 25, 50]) / 3600)
+    assert locate_steps("tokens", other, steps) is None and locate_steps("hours", other, steps) is None
 
 
 def test_steps_between_logged_ones_count_as_much(tmp_path):
     rows = [row for row in scores(10, 0.0) if row["step"] in (1, 5, 10)]
     (line,) = lines_of({"a": experiment(tmp_path / "run", rows)}, True)
-    assert placed("tokens", line, np.array([1, 3, 5, 10])).tolist() == [100, 300, 500, 1000]
+    assert locate_steps("tokens", line, np.array([1, 3, 5, 10])).tolist() == [100, 300, 500, 1000]
 
 
 def test_final_values_know_the_better_direction_by_the_name(folders):
@@ -100,21 +105,21 @@ def test_values_by_step_are_few_and_keep_both_ends(tmp_path, folders):
 
 # ------------------------------------------------------------------------------------------------ audit and arguments
 def test_warned_steps_in_a_row_are_one_range(folders):
-    found = warned("two", folders["two"])
+    found = find_warnings("two", folders["two"])
     assert [(each.first, each.last, each.score) for each in found] == [(4, 5, 7.0), (9, 9, 11.0)]
     assert warning_line(found[0]) == "two, seed 2: steps 4 to 5, in the end with score 7 and audit 1"
     assert warning_line(found[1]._replace(audit=None)) == "two, seed 2: step 9"
-    assert warned("one", folders["one"]) == warned("other", folders["other"]) == []
+    assert find_warnings("one", folders["one"]) == find_warnings("other", folders["other"]) == []
     assert warnings_html(found).count("<li>") == 2 and warnings_html([]) == ""
 
 
 def test_the_ranges_lie_on_the_axis_of_the_line(folders):
     line = lines_of(folders, True)[0]
-    told = [each for label, folder in folders.items() for each in warned(label, folder)]
+    told = [each for label, folder in folders.items() for each in find_warnings(label, folder)]
     found = curves("objective/score", [line])
-    assert drawn_line(line, found, "step", told).warned == [(4.0, 5.0), (9.0, 9.0)]
-    assert drawn_line(line, found, "tokens", told).warned == [(400.0, 500.0), (900.0, 900.0)]
-    assert drawn_line(line, {}, "step", told) is None
+    assert make_line(line, found, "step", told).warned == [(4.0, 5.0), (9.0, 9.0)]
+    assert make_line(line, found, "tokens", told).warned == [(400.0, 500.0), (900.0, 900.0)]
+    assert make_line(line, {}, "step", told) is None
 
 
 def test_the_table_of_arguments_has_those_that_differ(folders):
@@ -202,7 +207,7 @@ def test_charts_of_one_point_of_a_constant_and_of_many_lines(lines):
 
 def test_a_single_point_is_a_dot_in_the_middle():
     drawn = chart("m", "step", [line(1)], 1)
-    assert re.search(r'<polyline class="line dot [^"]*" points="500,500 500,500"/>', drawn)
+    assert re.search(r'<polyline class="line dot [^"]*" points="500,500 500,500">', drawn)
     assert " dot" not in chart("m", "step", [line(2)], 1)
 
 
