@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -11,10 +12,13 @@ from lightrlhf.cli.groups import DecodingArgs, SealArgs
 from lightrlhf.cli.lists import paths
 from lightrlhf.cli.packages import check_package
 from lightrlhf.cli.paths import check_folder
-from lightrlhf.demo.guard import HOST, LOCAL_HOSTS
 from lightrlhf.gguf.files import check_model_exists
 from lightrlhf.models.loading import find_device
 from lightrlhf.storage.destinations import check_output
+
+LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
+HOST = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:[0-9]{1,5})?", re.IGNORECASE)
+MAX_NAME = 100  # characters of a user's name
 
 
 def check_host(name: str, flag: str) -> None:

@@ -1,4 +1,4 @@
-"""Access control of the demo's page: host names, passwords, sessions, and which requests are answered.
+"""Access control of the demo: host names, passwords, sessions, and which requests are answered.
 
 Gradio serves far more than the page needs (uploads, files, proxies, histories, the API's description), partly without
 asking for the password. So `Guard`, a middleware, lets only those requests through that the page itself makes:
@@ -6,11 +6,11 @@ asking for the password. So `Guard`, a middleware, lets only those requests thro
 - for a host name of this server: a foreign name that is made to point here (DNS rebinding) is refused;
 - from no other site's page, by `Origin` and `Sec-Fetch-Site`;
 - to a route in `ROUTES`, with a small body;
-- with the password, where there is one: before it nothing but the login page is answered, and guesses are limited;
+- with the password, where there is one: before it only the login page is answered, and guesses are limited;
 - in the session of the same browser, by a cookie.
 
-Starlette's own middleware does not fit: of two `Host` headers it reads the first, and it knows no address at which a
-connection arrived; a body is read here anyway, for the session that it names.
+Requests and answers are Starlette's. Its `TrustedHostMiddleware` does not fit: of two `Host` headers it reads the
+first, and it knows no address at which a connection arrived.
 Left out: encryption (see howto/demo.md), accounts, and limits on what a user with the password computes. A login lasts
 until the demo ends.
 """
@@ -25,14 +25,20 @@ import re
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from urllib.parse import parse_qs
 
-LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
+from starlette.datastructures import MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import HTMLResponse, PlainTextResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from lightrlhf.demo.args import HOST, LOCAL_HOSTS, MAX_NAME
+
 ANY_ADDRESS = ("0.0.0.0", "::")
-HOST = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:[0-9]{1,5})?", re.IGNORECASE)
 SESSION = re.compile(r"[A-Za-z0-9_-]{1,64}")
 API = "/gradio_api"
 ROUTES = {  # what the page and its Python client ask for
@@ -53,7 +59,6 @@ BODY_SECONDS = 30  # in which a body must arrive
 MAX_KEPT = 10_000  # sessions, logins, and clients that guessed wrong; the oldest are forgotten first
 FREE_GUESSES, FIRST_WAIT, LONGEST_WAIT = 5, 2.0, 900.0  # of one client; each further one doubles the wait, in seconds
 GUESSES_A_MINUTE = 100  # wrong ones, of all clients
-MAX_NAME = 100  # characters
 POLICY = (  # nothing from other hosts, no frame around the page; Gradio and its plots need inline code and eval
     "default-src 'self' data: blob: 'unsafe-inline' 'unsafe-eval'; object-src 'none'; base-uri 'self'; "
     "form-action 'self'; frame-ancestors 'none'"
@@ -82,24 +87,12 @@ button {padding: 10px 20px; border: 0; border-radius: 8px; background: var(--acc
 """
 LOGIN = f"""<!doctype html><html lang="en"><meta charset="utf-8"><title>lightrlhf</title>
 <meta name="viewport" content="width=device-width, initial-scale=1"><style>{STYLE}</style>
-<main><h1>lightrlhf</h1><p>TOLD</p><form method="post" action="/login">
+<main><h1>lightrlhf</h1><p>MESSAGE</p><form method="post" action="/login">
 <label>Your name <input name="username" autocomplete="username" required maxlength="{MAX_NAME}" autofocus></label>
 <label>Password <input name="password" type="password" autocomplete="current-password" required></label>
 <button>Log in</button></form></main></html>"""
 GREETING = "Log in to the models that are served here. Your name stands beside your votes."
 WELCOME = '<!doctype html><meta http-equiv="refresh" content="0; url=/"><a href="/">lightrlhf</a>'
-
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-
-
-class Refusal(Exception):
-    """A request that is not answered: status, and one line to say why."""
-
-    def __init__(self, status: int, line: str, **headers: str) -> None:
-        super().__init__(line)
-        self.status, self.line, self.headers = status, line, headers
 
 
 @dataclass
@@ -116,7 +109,7 @@ class Guesses:
         crowd = self.recent[0] + 60 - now if len(self.recent) >= GUESSES_A_MINUTE else 0.0
         return max(self.by_client.get(client, (0, 0.0))[1] - now, crowd, 0.0)
 
-    def wrong(self, client: str) -> None:
+    def count(self, client: str) -> None:
         """Count a wrong password."""
         now = time.monotonic()
         count = self.by_client.pop(client, (0, 0.0))[0] + 1
@@ -127,13 +120,13 @@ class Guesses:
 
 
 class Guard:
-    """ASGI middleware that refuses whatever the demo's page does not ask for.
+    """ASGI middleware that refuses every request that the demo's page does not make.
 
     host: the address that is served; names: further names of it; password: empty for none; port: names the cookie,
     which browsers send to every port of a host. `starting` admits the request with which Gradio starts its queue.
     """
 
-    def __init__(self, app: Any, host: str, names: list[str], password: str, port: int) -> None:
+    def __init__(self, app: ASGIApp, host: str, names: list[str], password: str, port: int) -> None:
         self.app, self.host, self.names, self.password = app, host, [name.lower() for name in names], password
         self.cookie = f"lightrlhf-demo-{port}"
         self.users: OrderedDict[str, str] = OrderedDict()  # name by token, a browser's cookie
@@ -147,99 +140,102 @@ class Guard:
             return await self.app(scope, receive, send)
         if scope["type"] != "http":
             return await send({"type": "websocket.close", "code": 1008})
+        answer: ASGIApp
         try:
-            await self._answer(scope, receive, send)
-        except Refusal as refused:
-            await respond(send, refused.status, f"{refused.line}\n", "text/plain", refused.headers)
+            answer = await self._answer(Request(scope, receive))
+        except HTTPException as refused:
+            answer = PlainTextResponse(f"{refused.detail}\n", refused.status_code)
+        await answer(scope, receive, partial(send_safely, send))
 
-    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers = self._checked_headers(scope)
-        method, path = scope["method"], scope["path"]
+    async def _answer(self, request: Request) -> ASGIApp:
+        """Return what answers a request. Raises: HTTPException for one that is refused."""
+        self._check_headers(request)
+        method, path = request.method, request.scope["path"]  # `request.url` trusts the Host header
         if self.starting and path == f"{API}/startup-events":
-            return await self.app(scope, receive, send)
-        token = token_of(headers, self.cookie)
+            return self.app
+        token = request.cookies.get(self.cookie, "")
+        token = token if SESSION.fullmatch(token) else ""
         if self.password and (method, path) == ("POST", "/login"):
-            return await self._log_in(scope, headers, receive, send)
+            return await self._log_in(request)
         if self.password and token not in self.users:
             if method in ("GET", "HEAD") and path == "/":
-                return await respond(send, 401, LOGIN.replace("TOLD", GREETING), "text/html")
-            raise Refusal(401, "log in first")
+                return login_page(401, GREETING)
+            raise HTTPException(401, "log in first")
         if method not in ROUTES.get(path, ("GET",) if is_file(path) else ()):
-            raise Refusal(405 if path in ROUTES else 404, "the demo does not serve this")
-        body = await read_body(headers, receive, MAX_BODY)
-        new = {} if self.password or path != "/" or token else self._cookie(scope, secrets.token_urlsafe(32))
-        self._check_session(session_of(scope, body), token)
-        scope["user_name"] = self.users.get(token)
-        try:
-            await self.app(scope, replayed(body, receive), with_headers(send, new))
-        except KeyError:
-            if path != f"{API}/queue/join":
-                raise
-            raise Refusal(404, "the page has no such handler") from None  # the queue has answered nothing yet
+            raise HTTPException(405 if path in ROUTES else 404, "the demo does not serve this")
+        body = await read_body(request, MAX_BODY)
+        needs_cookie = not self.password and path == "/" and not token
+        self._check_session(session_of(request, body), token)
+        request.scope["user_name"] = self.users.get(token)
+        cookie = self._make_cookie(request, secrets.token_urlsafe(32)) if needs_cookie else {}
 
-    def _checked_headers(self, scope: Scope) -> dict[str, str]:
-        """The headers of a request to this server, from its own page. Raises: Refusal."""
-        headers: dict[str, str] = {}
-        for raw, value in scope["headers"]:
-            name = raw.decode("latin-1").lower()
-            if name in headers and name in ("host", "origin", "content-length"):
-                raise Refusal(400, f"two headers {name}")
-            text = value.decode("latin-1")
-            headers[name] = f"{headers[name]}; {text}" if name in headers else text
-        host = headers.get("host", "")
-        if not self._is_served(host, scope):
-            raise Refusal(421, "the demo is not served under this name; add it to --trusted_hosts")
-        origin = headers.get("origin")
-        if origin is not None and not self._is_own(origin, host):
-            raise Refusal(403, "requests from other sites are refused")
-        is_visit = headers.get("sec-fetch-mode") == "navigate" and scope["method"] == "GET" and scope["path"] == "/"
-        if headers.get("sec-fetch-site", "none") not in ("none", "same-origin") and not is_visit:
-            raise Refusal(403, "requests from other sites are refused")
-        return headers
+        async def pass_on(scope: Scope, receive: Receive, send: Send) -> None:
+            try:
+                await self.app(scope, replay(body, receive), partial(send_safely, send, more=cookie))
+            except KeyError:
+                if path != f"{API}/queue/join":
+                    raise
+                answer = PlainTextResponse("the page has no such handler\n", 404)  # the queue has sent nothing yet
+                await answer(scope, receive, send)
 
-    def _is_served(self, host: str, scope: Scope) -> bool:
+        return pass_on
+
+    def _check_headers(self, request: Request) -> None:
+        """Raises: HTTPException unless a request is for this server and from its own page."""
+        headers = request.headers
+        for name in ("host", "origin", "content-length"):
+            if len(headers.getlist(name)) > 1:
+                raise HTTPException(400, f"two headers {name}")
+        host, origin = headers.get("host", ""), headers.get("origin")
         own = {*LOCAL_HOSTS, self.host.lower(), *self.names}
-        if self.host in ANY_ADDRESS and scope.get("server"):
-            own.add(plain_address(scope["server"][0]))  # the address at which this connection arrived
-        return name_of(host) in own
+        if self.host in ANY_ADDRESS and request.scope.get("server"):
+            own.add(plain_address(request.scope["server"][0]))  # the address at which this connection arrived
+        if name_of(host) not in own:
+            raise HTTPException(421, "the demo is not served under this name; add it to --trusted_hosts")
+        is_visit = headers.get("sec-fetch-mode") == "navigate" and (request.method, request.scope["path"]) == (
+            "GET",
+            "/",
+        )
+        is_foreign = headers.get("sec-fetch-site", "none") not in ("none", "same-origin") and not is_visit
+        if is_foreign or (origin is not None and not self._is_own(origin, host)):
+            raise HTTPException(403, "requests from other sites are refused")
 
     def _is_own(self, origin: str, host: str) -> bool:
         """Whether a page of this origin is the demo's; behind a proxy `Host` may be another name than the page's."""
         scheme, _, name = origin.partition("://")
         return scheme in ("http", "https") and (name.lower() == host.lower() or name_of(name) in self.names)
 
-    async def _log_in(self, scope: Scope, headers: dict[str, str], receive: Receive, send: Send) -> None:
-        client, body = client_of(scope), await read_body(headers, receive, MAX_LOGIN)
+    async def _log_in(self, request: Request) -> HTMLResponse:
+        client, body = client_of(request), await read_body(request, MAX_LOGIN)
         try:
             form = parse_qs(body.decode(), strict_parsing=True, max_num_fields=8, errors="strict")
         except ValueError:  # UnicodeDecodeError, too
-            raise Refusal(400, "this is no login form") from None
+            raise HTTPException(400, "this is not a login form") from None
         name, entered = form.get("username", [""])[0].strip()[:MAX_NAME], form.get("password", [""])[0]
         # from here on nothing is awaited: each of several guesses sent at once is counted before the next is read
         if wait := self.guesses.wait(client):
             seconds = str(int(wait) + 1)
-            told = LOGIN.replace("TOLD", f"too many wrong passwords; wait {seconds} seconds")
-            return await respond(send, 429, told, "text/html", {"Retry-After": seconds})
+            return login_page(429, f"too many wrong passwords; wait {seconds} seconds", {"Retry-After": seconds})
         if not name or not hmac.compare_digest(entered.encode(), self.password.encode()):
-            self.guesses.wrong(client)
-            return await respond(send, 401, LOGIN.replace("TOLD", "wrong name or password"), "text/html")
+            self.guesses.count(client)
+            return login_page(401, "wrong name or password")
         self.guesses.by_client.pop(client, None)
         token = secrets.token_urlsafe(32)
         put(self.users, token, name)
-        await respond(send, 200, WELCOME, "text/html", self._cookie(scope, token))
+        return HTMLResponse(WELCOME, headers=self._make_cookie(request, token))
 
-    def _cookie(self, scope: Scope, token: str) -> dict[str, str]:
-        secure = "; Secure" if scope.get("scheme") == "https" else ""
+    def _make_cookie(self, request: Request, token: str) -> dict[str, str]:
+        secure = "; Secure" if request.scope.get("scheme") == "https" else ""
         return {"Set-Cookie": f"{self.cookie}={token}; Path=/; HttpOnly; SameSite=Strict{secure}"}
 
     def _check_session(self, session: str | None, token: str) -> None:
-        """Check that a session, which its page names, began with the same cookie. Raises: Refusal."""
+        """Raises: HTTPException unless a session, which its page names, began with the same cookie."""
         if session is None:
             return
         if not SESSION.fullmatch(session):
-            raise Refusal(400, "this is no session")
+            raise HTTPException(400, "this is not a session")
         if not hmac.compare_digest(self.owners.get(session, token).encode(), token.encode()):
-            raise Refusal(403, "this session is another browser's")
+            raise HTTPException(403, "this session is another browser's")
         if session not in self.owners:
             put(self.owners, session, token)
 
@@ -262,40 +258,38 @@ def is_file(path: str) -> bool:
     return FOLDERS.fullmatch(path) is not None and ".." not in path.split("/")
 
 
-def token_of(headers: dict[str, str], cookie: str) -> str:
-    """The value of a cookie; empty without it."""
-    pairs = [pair.strip().partition("=") for pair in headers.get("cookie", "").split(";")]
-    return next((value for name, _, value in pairs if name == cookie and SESSION.fullmatch(value)), "")
+def login_page(status: int, message: str, headers: dict[str, str] | None = None) -> HTMLResponse:
+    return HTMLResponse(LOGIN.replace("MESSAGE", message), status, headers)
 
 
-def session_of(scope: Scope, body: bytes) -> str | None:
-    """The session that a request names, in its path, query or body; None for a request without. Raises: Refusal."""
-    path = scope["path"]
+def session_of(request: Request, body: bytes) -> str | None:
+    """The session that a request names in its path, query or body; None if it names none. Raises: HTTPException."""
+    path = request.scope["path"]
     if path.startswith(f"{API}/heartbeat/"):
         return str(path.rpartition("/")[2])
     if path == f"{API}/queue/data":
-        named = parse_qs(scope["query_string"].decode("latin-1")).get("session_hash", [])
+        named = request.query_params.getlist("session_hash")
         if len(named) != 1:
-            raise Refusal(400, "one session_hash is required")
+            raise HTTPException(400, "one session_hash is required")
         return named[0]
-    if scope["method"] != "POST" or path == f"{API}/reset":  # which names an event alone
+    if request.method != "POST" or path == f"{API}/reset":  # which names an event alone
         return None
     try:
         session = json.loads(body)["session_hash"]
     except (ValueError, KeyError, TypeError, RecursionError):
         session = None
     if not isinstance(session, str):
-        raise Refusal(400, "a JSON object with a session_hash is required")
+        raise HTTPException(400, "a JSON object with a session_hash is required")
     return session
 
 
-def client_of(scope: Scope) -> str:
+def client_of(request: Request) -> str:
     """The address of a client; of IPv6 the network, of which a client has every address."""
-    name = (scope.get("client") or ("",))[0]
+    name = request.client.host if request.client else ""
     try:
         address = ipaddress.ip_address(plain_address(name))
     except ValueError:
-        return str(name)
+        return name
     return str(ipaddress.ip_network((address, 64), strict=False)) if address.version == 6 else str(address)
 
 
@@ -304,59 +298,41 @@ def plain_address(name: str) -> str:
     return name.lower().removeprefix("::ffff:") if "." in name else name.lower()
 
 
-async def read_body(headers: dict[str, str], receive: Receive, limit: int) -> bytes:
-    """The body of a request. Raises: Refusal when it has more bytes than `limit` or takes too long."""
-    length = headers.get("content-length", "0")
+async def read_body(request: Request, limit: int) -> bytes:
+    """The body of a request. Raises: HTTPException when it has more bytes than `limit` or takes too long."""
+    length, body = request.headers.get("content-length", "0"), b""
+    too_long = HTTPException(413, f"a request may have {limit} bytes")
     if not length.isdecimal() or len(length) > 12 or int(length) > limit:
-        raise Refusal(413, f"a request may have {limit} bytes")
-
-    async def read() -> bytes:
-        body, more = b"", True
-        while more:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                raise Refusal(400, "the connection was closed")
-            body, more = body + message.get("body", b""), message.get("more_body", False)
-            if len(body) > limit:
-                raise Refusal(413, f"a request may have {limit} bytes")
-        return body
-
+        raise too_long
     try:
-        return await asyncio.wait_for(read(), BODY_SECONDS)
+        async with asyncio.timeout(BODY_SECONDS):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > limit:
+                    raise too_long
     except TimeoutError:
-        raise Refusal(408, "the request took too long to arrive") from None
+        raise HTTPException(408, "the request took too long to arrive") from None
+    except ClientDisconnect:
+        raise HTTPException(400, "the connection was closed") from None
+    return body
 
 
-def replayed(body: bytes, receive: Receive) -> Receive:
+def replay(body: bytes, receive: Receive) -> Receive:
     """`receive` that gives a body that was read already, then what follows, which is the end of the connection."""
-    pending = [{"type": "http.request", "body": body, "more_body": False}]
+    pending: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
-    async def again() -> MutableMapping[str, Any]:
+    async def again() -> Message:
         return pending.pop() if pending else await receive()
 
     return again
 
 
-def with_headers(send: Send, more: dict[str, str]) -> Send:
-    """`send` that adds `HEADERS` and others to a response, and keeps what is not a file out of caches."""
-
-    async def sending(message: MutableMapping[str, Any]) -> None:
-        if message["type"] == "http.response.start":
-            given = [(name, value) for name, value in message.get("headers", []) if name.lower() != b"server"]
-            added = HEADERS | more
-            if not any(name.lower() == b"cache-control" for name, _ in given):
-                added = added | {"Cache-Control": "no-store"}
-            encoded = [(name.lower().encode(), value.encode("latin-1")) for name, value in added.items()]
-            message = {**message, "headers": [*given, *encoded]}
-        await send(message)
-
-    return sending
-
-
-async def respond(send: Send, status: int, text: str, kind: str, headers: dict[str, str] | None = None) -> None:
-    """Send a whole response."""
-    body = text.encode()
-    fixed = [(b"content-type", f"{kind}; charset=utf-8".encode()), (b"content-length", str(len(body)).encode())]
-    sending = with_headers(send, headers or {})
-    await sending({"type": "http.response.start", "status": status, "headers": fixed})
-    await sending({"type": "http.response.body", "body": body})
+async def send_safely(send: Send, message: Message, more: dict[str, str] | None = None) -> None:
+    """Send a message with `HEADERS` and others; responses without a rule for caches are kept in none."""
+    if message["type"] == "http.response.start":
+        message = {**message, "headers": list(message.get("headers", []))}
+        headers = MutableHeaders(scope=message)
+        headers.update(HEADERS | (more or {}))
+        headers.setdefault("Cache-Control", "no-store")
+        del headers["server"]
+    await send(message)

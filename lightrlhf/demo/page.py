@@ -21,7 +21,6 @@ from typing import Any
 from lightrlhf.cli.errors import UsageError, one_line_errors
 from lightrlhf.cli.parser import parse
 from lightrlhf.demo.args import DemoArgs, read_password
-from lightrlhf.demo.guard import Guard
 from lightrlhf.demo.markup import HEADER
 from lightrlhf.demo.session import DemoBackend
 from lightrlhf.demo.theme import ASSETS, make_theme
@@ -43,10 +42,12 @@ def serve(app: Any, args: DemoArgs) -> None:
     """Start serving in background threads. Raises: UsageError when the port is taken."""
     from starlette.middleware import Middleware
 
+    from lightrlhf.demo.guard import Guard
+
     password = read_password(args.password_file) if args.password_file else ""
     guards: list[Guard] = []
 
-    def guarded(inner: Any) -> Guard:  # called once, when the server starts
+    def guard(inner: Any) -> Guard:  # called once, when the server starts
         guards.append(Guard(inner, args.host, args.trusted_hosts, password, args.port))
         return guards[0]
 
@@ -54,7 +55,7 @@ def serve(app: Any, args: DemoArgs) -> None:
         app.queue(default_concurrency_limit=16, api_open=False, max_size=MAX_QUEUE).launch(
             server_name=args.host,
             server_port=args.port,
-            app_kwargs={"middleware": [Middleware(guarded)]},
+            app_kwargs={"middleware": [Middleware(guard)]},
             auth_dependency=(lambda request: request.scope.get("user_name")) if password else None,
             share=False,
             quiet=True,

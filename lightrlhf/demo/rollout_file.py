@@ -8,13 +8,13 @@ Left out: an index on disk, because the page writes nothing into the folder of a
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
 import re
 import threading
 import time
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
@@ -45,8 +45,8 @@ NUMBERS = (  # columns of the index, NaN where the program logs no value
 )
 REWARD = "reward "  # and the name of a reward: further columns
 MOST = 1e300  # a number beyond it would break sums
-SEPARATOR = b"\0"  # between two texts; in a text it is replaced
-WORD = rb"[0-9a-z_\x80-\xff]"  # a byte of a word without its case; those from 128 on are of other letters
+TEXT = "string[pyarrow]"
+LETTERS = r"\pL\pM\pN_"  # of a word, as Arrow's regular expressions name them
 Row = dict[str, Any]  # as in storage/jsonl.py, which imports torch
 Flags = NDArray[np.bool_]
 
@@ -55,37 +55,9 @@ class NotASample(Exception):
     """What is wrong with a row, to follow the number of its line."""
 
 
-class Texts:
-    """Many texts without their case, searched as one."""
-
-    def __init__(self) -> None:
-        self.content, self.starts = bytearray(SEPARATOR), array("q")
-
-    def append(self, text: str) -> None:
-        self.starts.append(len(self.content))
-        self.content += fold(text) + SEPARATOR
-
-    def __getitem__(self, number: int) -> str:
-        start = self.starts[number]
-        return self.content[start : self.content.index(SEPARATOR, start)].decode()
-
-    def find(self, text: str) -> Flags:
-        """Return which texts contain `text`; in double quotes it is matched as whole words."""
-        is_quoted = len(text) > 2 and text[0] == text[-1] == '"'
-        sought = re.escape(fold(text[1:-1] if is_quoted else text))
-        if is_quoted:  # the literal comes first, because it is what the regular expression is found by
-            sought += b"(?<!" + WORD + sought + b")(?!" + WORD + b")"
-        rest = b"[^" + SEPARATOR + b"]*"  # of a text that has been found
-        copy = bytes(self.content)  # another thread may append
-        found = [match.start() for match in re.finditer(sought + rest, copy)]
-        flags = np.zeros(len(self.starts), dtype=bool)
-        flags[np.searchsorted(np.array(self.starts), found, side="right") - 1] = True
-        return flags
-
-
-def fold(text: str) -> bytes:
-    """A text without its case, as UTF-8 without separators."""
-    return text.casefold().encode("utf-8", "replace").replace(SEPARATOR, b" ")
+def fold(text: str) -> str:
+    """A text without its case, and without halves of characters."""
+    return text.casefold().encode("utf-8", "replace").decode()
 
 
 @dataclass(frozen=True)
@@ -96,9 +68,9 @@ class Samples:
     file: BinaryIO
     all_bytes: int
     table: pd.DataFrame = field(default_factory=lambda: pd.DataFrame(columns=NUMBERS, dtype=np.float64))
+    responses: pd.Series = field(default_factory=lambda: pd.Series(dtype=TEXT))  # (N,), folded
     prompts: dict[str, int] = field(default_factory=dict)  # number of a prompt by `prompt_key`; grows with the file
-    prompt_texts: Texts = field(default_factory=Texts)  # of the distinct prompts
-    response_texts: Texts = field(default_factory=Texts)
+    prompt_texts: list[str] = field(default_factory=list)  # of the distinct prompts, folded
     bad: dict[int, str] = field(default_factory=dict)  # what is wrong with a line, by its number
     read_bytes: int = 0
     is_read: bool = False  # to the last complete line
@@ -113,17 +85,32 @@ class Samples:
         return row
 
     def find(self, text: str) -> Flags:
-        """Return which samples have `text` in prompt or response, without regard to case; see `Texts.find`."""
-        in_prompt = self.prompt_texts.find(text)[self.table["prompt"].to_numpy(int)]
-        return np.asarray(self.response_texts.find(text)[: len(self)] | in_prompt)
+        """Return which samples have a text in prompt or response, without regard to case.
+
+        In double quotes it is matched as whole words.
+        """
+        is_quoted = len(text) > 2 and text[0] == text[-1] == '"'
+        text = fold(text[1:-1] if is_quoted else text)
+        sought = rf"(^|[^{LETTERS}]){re.escape(text)}($|[^{LETTERS}])" if is_quoted else text
+        prompts, responses = (
+            texts.str.contains(sought, regex=is_quoted).to_numpy(bool)
+            for texts in (pd.Series(self.prompt_texts, dtype=TEXT), self.responses)
+        )
+        return np.asarray(responses | prompts[self.table["prompt"].to_numpy(int)])
 
     def number_prompt(self, prompt: str) -> int:
         """Return the number of a prompt; a new one is appended, which no earlier sample refers to."""
         key = prompt_key(prompt)
         if key not in self.prompts:
             self.prompts[key] = len(self.prompts)
-            self.prompt_texts.append(prompt)
+            self.prompt_texts.append(fold(prompt))
         return self.prompts[key]
+
+
+@functools.cache
+def rollout_file(path: Path) -> RolloutFile:
+    """The one index of a file, which all views share."""
+    return RolloutFile(path)
 
 
 @dataclass
@@ -175,22 +162,25 @@ class RolloutFile:
         while chunk and b"\n" not in chunk and (more := os.pread(descriptor, CHUNK, start + len(chunk))):
             chunk += more
         end, size = start + chunk.rfind(b"\n") + 1, os.fstat(descriptor).st_size
-        rows, bad = [], dict(old.bad)
+        rows, texts, bad = [], [], dict(old.bad)
         for line in chunk[: end - start].split(b"\n")[:-1]:
             self._lines, self._last = self._lines + 1, (start, line)
             try:
                 if line.strip():
                     prompt, response, numbers = summarize(json.loads(line))
                     rows.append(numbers | {"prompt": old.number_prompt(prompt), "start": start, "bytes": len(line)})
-                    old.response_texts.append(response)
+                    texts.append(fold(response))
             except NotASample as problem:
                 bad[self._lines] = str(problem)
             except (ValueError, RecursionError):
                 bad[self._lines] = "is not JSON"
             start += len(line) + 1
-        table = pd.concat([old.table, pd.DataFrame(rows, dtype=np.float64)], ignore_index=True) if rows else old.table
-        is_read = end in (size, old.read_bytes)  # without a complete line, too
-        self.samples = replace(old, table=table, bad=bad, read_bytes=end, all_bytes=size, is_read=is_read)
+        table, responses, is_read = old.table, old.responses, end in (size, old.read_bytes)  # no complete line, too
+        if rows:
+            table = pd.concat([table, pd.DataFrame(rows, dtype=np.float64)], ignore_index=True)
+            responses = pd.concat([responses, pd.Series(texts, dtype=TEXT)], ignore_index=True)
+        read = replace(old, table=table, responses=responses, read_bytes=end, all_bytes=size, is_read=is_read)
+        self.samples = replace(read, bad=bad)
         return not is_read
 
 

@@ -230,7 +230,7 @@ def compare(samples: Samples, view: View, steps: Sequence[int]) -> Comparison:
         steps=pair,
         counts=(len(both[0]), len(both[1])),
         means=list(means.itertuples(name=None)),
-        words=compare_words(*([samples.response_texts[i] for i in part.index[:SAMPLES_FOR_WORDS]] for part in both)),
+        words=compare_words(*(samples.responses[part.index[:SAMPLES_FOR_WORDS]] for part in both)),
         prompts=prompts,
         num_prompts=len(shared),
     )

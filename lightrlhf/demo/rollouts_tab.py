@@ -21,7 +21,7 @@ import gradio as gr
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.demo.inputs import PRIVATE, event_values, make_html, show_errors
 from lightrlhf.demo.models import token_texts
-from lightrlhf.demo.rollout_file import RolloutFile, Samples
+from lightrlhf.demo.rollout_file import Samples, rollout_file
 from lightrlhf.demo.rollouts import ALL, COLOURS, LONGEST_TEXT, ORDERS, SORTS, View, logged_colours, nearest, steps_of
 from lightrlhf.demo.rollouts_html import Pieces, Run, note, page
 from lightrlhf.demo.runs import HELD_OUT
@@ -139,9 +139,8 @@ class Rollouts:
 
     def __init__(self, backend: DemoBackend) -> None:
         self.backend = backend
-        self.files: dict[Path, RolloutFile] = {}
         self.pieces: dict[str, Pieces] = {}  # by folder
-        self.lock = threading.Lock()  # of both
+        self.lock = threading.Lock()
 
     def paths(self) -> dict[str, Path]:
         """The files of the runs that have logged samples, by label; of a run's two files the second one is held out."""
@@ -158,21 +157,17 @@ class Rollouts:
         def read() -> None:
             for path in self.paths().values():
                 with suppress(OSError, UsageError):  # the view says why
-                    while (samples := self.file(path).refresh(READ_SECONDS)) is not None and not samples.is_read:
+                    while (samples := rollout_file(path).refresh(READ_SECONDS)) is not None and not samples.is_read:
                         pass
                     self.load_pieces(str(path.parent))
 
         threading.Thread(target=read, name="rollouts", daemon=True).start()
 
-    def file(self, path: Path) -> RolloutFile:
-        with self.lock:
-            return self.files.setdefault(path, RolloutFile(path))
-
     def samples(self, view: View) -> Samples | None:
         """Return what has been read of the view's file. Raises: UsageError when it cannot be read."""
         path = self.paths().get(view.run)
         try:
-            return self.file(path).refresh(READ_SECONDS) if path is not None else None
+            return rollout_file(path).refresh(READ_SECONDS) if path is not None else None
         except OSError as problem:
             raise UsageError(f"{path} cannot be read: {problem.strerror}") from None
 

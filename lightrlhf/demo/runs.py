@@ -8,13 +8,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from lightrlhf.cli.groups.evaluation import best_metric
 from lightrlhf.demo.chart import Drawn
 from lightrlhf.demo.models import formatted
+from lightrlhf.demo.rollout_file import Row, rollout_file
 from lightrlhf.storage.curves import (
     Column,
     Curve,
@@ -35,11 +36,10 @@ from lightrlhf.training.rollout_log import FILE, SAMPLES
 AXES = ("step", "tokens", "hours")
 MAX_ROWS = 100  # of a table of values by step
 HELD_OUT = ", held-out prompts"  # behind a run's label: its answers to the same prompts throughout training
+MAX_SAMPLES = 400  # of the table
 MAX_NEAREST = 4  # samples of a run beside a point of its curve
 NO_ARGUMENTS = ("versions", "git_commit", "given", "began")  # of args.json
 LONGEST = 200  # characters of an argument in a table
-Row = dict[str, Any]
-T = TypeVar("T")
 
 
 class Line(NamedTuple):
@@ -62,36 +62,31 @@ class Warned(NamedTuple):
 
 
 # -------------------------------------------------------------------------------------------------------------- files
-def read(parse: Callable[[list[Row]], T], path: Path) -> T:
-    """Parse the rows of a JSONL file that may be growing, once for each time that it was written; no rows of none."""
-    state = path.stat() if path.is_file() else None
-    return _parse(parse, path, state and (state.st_mtime_ns, state.st_size))
+def metrics(folder: str) -> dict[str, Column]:
+    """Metrics of a run by name; empty for one that has logged none."""
+    path = Path(folder) / "metrics.jsonl"
+    return _metrics(path, path.stat().st_mtime_ns, path.stat().st_size) if path.is_file() else {}
 
 
 @functools.lru_cache(maxsize=64)
-def _parse(parse: Callable[[list[Row]], T], path: Path, stamp: tuple[int, int] | None) -> T:
-    return parse(read_logged(path) or [])
+def _metrics(path: Path, *written: int) -> dict[str, Column]:
+    return columns(read_logged(path) or [])
 
 
-def metrics(folder: str) -> dict[str, Column]:
-    """Metrics of a run by name; empty for one that has logged none."""
-    return read(columns, Path(folder) / "metrics.jsonl")
+def last_samples(folder: str | None) -> tuple[list[Row], int]:
+    """The last `MAX_SAMPLES` answers to held-out prompts, oldest first, and how many there are."""
+    found = rollout_file(Path(folder) / SAMPLES).refresh() if folder else None
+    return [found.row(number) for number in range(len(found))[-MAX_SAMPLES:]] if found else [], len(found or ())
 
 
-def samples(folder: str | None, name: str = SAMPLES) -> list[list[Any]]:
-    """Step, prompt, response and score of the samples logged during training, oldest first."""
-    return read(sample_columns, Path(folder) / name) if folder else []
-
-
-def sample_columns(rows: list[Row]) -> list[list[Any]]:
-    return [[row.get(name) for name in ("step", "prompt", "response", "score")] for row in rows]
-
-
-def nearest_samples(folder: str, step: int) -> list[list[Any]]:
+def nearest_samples(folder: str, step: int) -> list[Row]:
     """The first samples of the logged step that is nearest to `step`: of evaluations, else of training."""
-    rows = samples(folder) or samples(folder, FILE)
-    found = min((row[0] for row in rows), key=lambda logged: abs(logged - step), default=None)
-    return [row for row in rows if row[0] == found][:MAX_NEAREST]
+    for name in (SAMPLES, FILE):
+        if found := rollout_file(Path(folder) / name).refresh():
+            steps = found.table["step"]
+            numbers = np.flatnonzero(steps == steps[(steps - step).abs().idxmin()])
+            return [found.row(number) for number in numbers[:MAX_NEAREST]]
+    return []
 
 
 def card(folder: str | None) -> str:

@@ -15,51 +15,31 @@ import gradio as gr
 from markupsafe import Markup
 
 from lightrlhf.cli.errors import UsageError
+from lightrlhf.demo import runs
 from lightrlhf.demo.chart import chart
 from lightrlhf.demo.inputs import PRIVATE, event_values, make_html, show_errors
 from lightrlhf.demo.markup import join, scores_as_html, table_as_html, tag
 from lightrlhf.demo.models import formatted
-from lightrlhf.demo.runs import (
-    AXES,
-    HELD_OUT,
-    Warned,
-    argument_table,
-    card,
-    curves,
-    final_values,
-    find_warnings,
-    lines_of,
-    make_line,
-    metric_names,
-    name_run,
-    nearest_samples,
-    samples,
-    value_rows,
-    warning_line,
-)
 from lightrlhf.demo.session import DemoBackend
 from lightrlhf.demo.theme import ASSETS
-from lightrlhf.rewards.functions import as_text
 from lightrlhf.storage.results import usual_metrics
 from lightrlhf.training.rollout_log import FILE, SAMPLES
 
 FOLLOW_SECONDS = 10  # between two readings of experiments that are followed
 MAX_SMOOTHING = 201  # points
-MAX_SAMPLES = 400  # of the table
 FINAL = ["runs", "seeds", "first", "last", "± standard error", "best", "at step"]
 HINT = "Samples that were logged nearest the point under the mouse are shown here."
 
 
 def runs_tab(backend: DemoBackend, tab: Any) -> None:
-    """Builds the tab; opening it or pressing Reload reads the files again."""
+    """Build the tab; opening it or pressing Reload reads the files again."""
     names = list(backend.runs())
     policies = [name for name, folder in backend.runs().items() if folder in backend.args.model_name]
     (chosen, by_settings, metric, axis, smoothing), follow, reload = chart_inputs(names)
     warnings = make_html()
     with gr.Row():
         with gr.Column(scale=3, min_width=320):
-            script = (ASSETS / "runs.js").read_text(encoding="utf-8")
-            drawing = make_html(js_on_load=script)
+            drawing = make_html(js_on_load=(ASSETS / "runs.js").read_text(encoding="utf-8"))
         with gr.Column(scale=2, min_width=320):
             beside = make_html(beside_html(tag("p", HINT, class_="hint")))
     final = make_html()
@@ -81,16 +61,15 @@ def runs_tab(backend: DemoBackend, tab: Any) -> None:
 
     @show_errors
     def show(event: gr.EventData) -> str:
-        asked, step = event_values(event).get("runs"), event_values(event).get("step")
+        asked, step = (event_values(event).get(name) for name in ("runs", "step"))
         if not isinstance(asked, list) or not isinstance(step, int | float) or not math.isfinite(step):
             raise UsageError("this point of the chart has no runs and no step; reload the page")
-        shown = {label: folder for label, folder in backend.runs().items() if label in asked}
-        return beside_html(*(samples_html(*run, int(step)) for run in shown.items()))
+        return beside_html(*(samples_html(*run, int(step)) for run in backend.runs().items() if run[0] in asked))
 
     @show_errors
     def describe(run: str | None) -> list[Any]:
         folder = backend.runs().get(run or "")
-        return [samples_table(folder), card(folder)]
+        return [samples_table(folder), runs.card(folder)]
 
     inputs = [chosen, by_settings, metric, axis, smoothing]
     drawing_all = draw, inputs, [metric, drawing, warnings, final, values, arguments]
@@ -108,11 +87,11 @@ def runs_tab(backend: DemoBackend, tab: Any) -> None:
 
 
 def chart_inputs(names: list[str]) -> tuple[list[Any], Any, Any]:
-    """Makes the inputs of the chart, in the order of `views_of`, the box to follow the files, and the reload button."""
+    """Make the inputs of the chart, in the order of `views_of`, the box to follow the files, and the reload button."""
     chosen = gr.CheckboxGroup(names, value=names, label="Runs")
     with gr.Row():
         metric = gr.Dropdown([], label="Metric")
-        axis = gr.Dropdown(AXES, value=AXES[0], label="By")
+        axis = gr.Dropdown(runs.AXES, value=runs.AXES[0], label="By")
         smoothing = gr.Slider(1, MAX_SMOOTHING, 1, step=2, label="Smoothing (points)")
     with gr.Row():
         by_settings = gr.Checkbox(True, label="One line for runs that differ by their seed alone")
@@ -126,20 +105,20 @@ def views_of(
     folders: Mapping[str, str], by_settings: bool, metric: str | None, axis: str, smoothing: float
 ) -> tuple[list[str], str | None, str, str, str, str, str]:
     """Names of the metrics that runs have logged, the one that is shown, and HTML: its chart, warnings and tables."""
-    lines = lines_of(folders, by_settings)
-    names = metric_names(lines)
+    lines = runs.lines_of(folders, by_settings)
+    names = runs.metric_names(lines)
     metric = metric if metric in names else next(iter(usual_metrics(set(names))), None)
-    found, name = curves(metric, lines) if metric else {}, metric or "no metric"
-    told = [each for label, folder in folders.items() for each in find_warnings(label, folder)]
-    drawn = [line for line in (make_line(line, found, axis, told) for line in lines) if line]
+    found, name = runs.curves(metric, lines) if metric else {}, metric or "no metric"
+    told = [each for label, folder in folders.items() for each in runs.find_warnings(label, folder)]
+    drawn = [line for line in (runs.make_line(line, found, axis, told) for line in lines) if line]
     return (
         names,
         metric,
         chart(metric or "", axis, drawn, max(1, min(int(smoothing), MAX_SMOOTHING))),
         warnings_html(told),
-        scrolling_table(FINAL, final_values(metric or "", found), f"Values of {name}"),
-        scrolling_table(["step", *found], value_rows(found), f"{name} by step, as logged"),
-        scrolling_table(*argument_table(folders), "Arguments in which the runs differ"),
+        scrolling_table(FINAL, runs.final_values(metric or "", found), f"Values of {name}"),
+        scrolling_table(["step", *found], runs.value_rows(found), f"{name} by step, as logged"),
+        scrolling_table(*runs.argument_table(folders), "Arguments in which the runs differ"),
     )
 
 
@@ -149,17 +128,14 @@ def beside_html(*content: Markup) -> Markup:
 
 def samples_html(label: str, folder: str, step: int) -> Markup:
     """The samples of a run that were logged nearest a step, and a link to the rollouts there."""
-    found, title = nearest_samples(folder, step), name_run(label, folder)
+    found, title = runs.nearest_samples(folder, step), runs.name_run(label, folder)
     if not found:
         return tag("h2", title) + tag("p", "This run has logged no samples.", class_="hint")
-    parts = [tag("h2", f"{title}: step {found[0][0]}")]
-    for _, prompt, response, score in found:
-        texts = (
-            tag("div", as_text(prompt or ""), class_="text asked"),
-            tag("div", as_text(response or ""), class_="text"),
-        )
-        parts.append(tag("article", *texts, scores_as_html([("score", formatted(score))]), class_="card"))
-    for name, suffix, where in ((FILE, "", "Rollouts"), (SAMPLES, HELD_OUT, "Held-out prompts")):
+    parts = [tag("h2", f"{title}: step {found[0]['step']}")]
+    for row in found:
+        texts = tag("div", row["prompt"], class_="text asked") + tag("div", row["response"], class_="text")
+        parts.append(tag("article", texts, scores_as_html([("score", formatted(row.get("score")))]), class_="card"))
+    for name, suffix, where in ((FILE, "", "Rollouts"), (SAMPLES, runs.HELD_OUT, "Held-out prompts")):
         if (Path(folder) / name).is_file():
             address = "/?" + urlencode({"tab": "rollouts", "run": label + suffix, "step": step})
             parts.append(tag("p", tag("a", f"{where} at step {step}", href=address)))
@@ -168,13 +144,10 @@ def samples_html(label: str, folder: str, step: int) -> Markup:
 
 def samples_table(folder: str | None) -> Markup:
     """The samples of a run, the last `MAX_SAMPLES` of them."""
-    rows = samples(folder)
-    caption = f"The last {MAX_SAMPLES} of {len(rows)} samples" if len(rows) > MAX_SAMPLES else f"{len(rows)} samples"
-    shown = [
-        [step, as_text(prompt or ""), as_text(response or ""), formatted(score)]
-        for step, prompt, response, score in rows[-MAX_SAMPLES:]
-    ]
-    return scrolling_table(["step", "prompt", "response", "score"], shown, caption)
+    found, count = runs.last_samples(folder)
+    caption = f"The last {len(found)} of {count} samples" if count > len(found) else f"{count} samples"
+    rows = [[row["step"], row["prompt"], row["response"], formatted(row.get("score"))] for row in found]
+    return scrolling_table(["step", "prompt", "response", "score"], rows, caption)
 
 
 def scrolling_table(headers: Sequence[str], rows: Sequence[Sequence[Any]], caption: str) -> Markup:
@@ -183,10 +156,10 @@ def scrolling_table(headers: Sequence[str], rows: Sequence[Sequence[Any]], capti
     return tag("div", table, aria_label=caption, **look)
 
 
-def warnings_html(told: Sequence[Warned]) -> Markup:
+def warnings_html(told: Sequence[runs.Warned]) -> Markup:
     """A line for each range of steps at which an audit warned; empty without."""
     if not told:
         return Markup()
     title = "The audit warned that the policy may exploit the reward; read the samples of these steps:"
-    lines = tag("ul", *(tag("li", warning_line(each)) for each in told))
+    lines = tag("ul", *(tag("li", runs.warning_line(each)) for each in told))
     return tag("div", tag("p", title), lines, class_="warnings", role="note")

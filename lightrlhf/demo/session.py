@@ -24,9 +24,8 @@ from lightrlhf.cli.groups import FrozenArgs
 from lightrlhf.data.batch import mix_seed
 from lightrlhf.data.splits import load_prompts
 from lightrlhf.data.tokens import encode_prompt
-from lightrlhf.demo.args import DemoArgs
+from lightrlhf.demo.args import MAX_NAME, DemoArgs
 from lightrlhf.demo.dialogue import FORMS, Turn, clean_text, prompt_values, turn_at, with_system
-from lightrlhf.demo.guard import MAX_NAME
 from lightrlhf.demo.markup import Scores, tokens_as_html
 from lightrlhf.demo.models import (
     Answer,

@@ -130,7 +130,7 @@ def test_search_is_without_case_and_in_quotes_of_whole_words(tmp_path):
     assert np.flatnonzero(samples.find('"UM"')).tolist() == [0, 2, 4, 5]
     assert np.flatnonzero(samples.find("STRASSE")).tolist() == [4]
     assert samples.find("asked").all() and not samples.find("umno").any()
-    assert np.flatnonzero(samples.find("a b")).tolist() == [6]  # a separator in a text does not end it
+    assert np.flatnonzero(samples.find("a\0b")).tolist() == [6] and not samples.find('"(um"').any()
     assert not samples.find("tea number").any()  # across two texts
 
 

@@ -18,13 +18,13 @@ from lightrlhf.demo.runs import (
     curves,
     final_values,
     find_warnings,
+    last_samples,
     lines_of,
     locate_steps,
     make_line,
     metric_names,
     metrics,
     nearest_samples,
-    samples,
     value_rows,
     warning_line,
 )
@@ -130,8 +130,8 @@ def test_the_table_of_arguments_has_those_that_differ(folders):
 
 # -------------------------------------------------------------------------------------------------------------- files
 def test_the_nearest_samples_are_those_of_one_step(folders):
-    assert [row[2] for row in nearest_samples(folders["one"], 5)] == ["one 0 at 4", "one 1 at 4"]
-    assert {row[0] for row in nearest_samples(folders["one"], 99)} == {8}
+    assert [row["response"] for row in nearest_samples(folders["one"], 5)] == ["one 0 at 4", "one 1 at 4"]
+    assert {row["step"] for row in nearest_samples(folders["one"], 99)} == {8}
     assert nearest_samples(folders["other"], 5) == [] and "no samples" in samples_html("other", folders["other"], 5)
 
 
@@ -146,21 +146,27 @@ def test_samples_are_escaped_and_linked_to_the_rollouts_where_there_are_some(fol
 def test_without_samples_of_evaluations_those_of_training_are_shown(tmp_path):
     folder = experiment(tmp_path / "run", [])
     Path(folder, "rollouts.jsonl").write_text(json.dumps({"step": 2, "prompt": "p", "response": "r", "score": 1.0}))
-    assert nearest_samples(folder, 9) == [[2, "p", "r", 1.0]]
+    assert nearest_samples(folder, 9) == []  # an incomplete line
+    with Path(folder, "rollouts.jsonl").open("a") as file:
+        file.write("\n")
+    assert [row["response"] for row in nearest_samples(folder, 9)] == ["r"]
 
 
 def test_files_are_read_again_when_they_have_grown(folders):
-    assert len(metrics(folders["one"])["objective/score"].steps) == 10 and len(samples(folders["one"])) == 4
+    assert len(metrics(folders["one"])["objective/score"].steps) == 10 and last_samples(folders["one"])[1] == 4
     for name in ("metrics.jsonl", "samples.jsonl"):
         with Path(folders["one"], name).open("a") as file:
-            file.write(json.dumps({"step": 11, "objective/score": 0.5, "response": "new"}) + '\n{"step": 12, "obj')
+            file.write(
+                json.dumps({"step": 11, "objective/score": 0.5, "prompt": "p", "response": "new"})
+                + '\n{"step": 12, "obj'
+            )
     assert len(metrics(folders["one"])["objective/score"].steps) == 11
-    assert samples(folders["one"])[-1] == [11, None, "new", None]
+    assert last_samples(folders["one"])[0][-1]["response"] == "new"
     assert "5 samples" in samples_table(folders["one"])
 
 
 def test_a_run_without_files_shows_nothing(tmp_path):
-    assert metrics(str(tmp_path)) == {} and samples(None) == [] and card(None) == card(str(tmp_path)) == ""
+    assert metrics(str(tmp_path)) == {} and last_samples(None) == ([], 0) and card(None) == card(str(tmp_path)) == ""
     assert card(experiment(tmp_path / "run", [])) == "# A model card\n"
 
 
