@@ -9,7 +9,7 @@ import gradio as gr
 
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.demo.dialogue import Turn, edit_turn, end_stream, prompt_of, prompt_values, split_system, user_turn
-from lightrlhf.demo.inputs import NOTHING_TYPED, PRIVATE, QUIET, Workplace, event_values, is_blank, show_errors
+from lightrlhf.demo.inputs import NOTHING_TYPED, PRIVATE, QUIET, Workplace, event_values, is_blank
 from lightrlhf.demo.markup import dialogue_as_html
 from lightrlhf.demo.session import AS_TRAINED, DemoBackend
 from lightrlhf.rewards.encoding import Messages
@@ -39,7 +39,7 @@ def chat_tab(backend: DemoBackend) -> Any:
     editing = tab.window.edit(chat.edit, turns, shown, **PRIVATE)
     answering = [
         asking.success(chat.answer, inputs, shown, api_name="answer", **QUIET),
-        regenerate.click(show_errors(chat.reply), inputs, shown, api_name="regenerate", **QUIET),
+        regenerate.click(chat.reply, inputs, shown, api_name="regenerate", **QUIET),
         editing.success(chat.answer, inputs, shown, **PRIVATE),
     ]
     stopping = tab.stop.click(lambda: None, cancels=answering, **PRIVATE)
@@ -50,7 +50,7 @@ def chat_tab(backend: DemoBackend) -> Any:
     filled = [*shown, tab.system, tab.form, *tab.message]
     tab.window.example_select(chat.suggest, model, filled, **PRIVATE)
     load_prompt.click(chat.load_prompt, model, filled, **PRIVATE)
-    load_settings.click(show_errors(backend.stored_settings), model, tab.sliders, **PRIVATE)
+    load_settings.click(backend.stored_settings, model, tab.sliders, **PRIVATE)
     model.change(chat.greet, [turns, model], tab.window, **PRIVATE)
     return model
 
@@ -67,7 +67,6 @@ class Chat:
         texts = [prompt if isinstance(prompt, str) else prompt[-1]["content"] for prompt in suggestions]
         return dialogue_as_html(turns, f"Ask {label}", texts)
 
-    @show_errors
     def ask(self, turns: list[Turn], form: str, text: str, *fields: str) -> tuple[Any, ...]:
         if is_blank(form, text, *fields):
             return turns, gr.skip(), gr.skip(), NOTHING_TYPED
@@ -75,7 +74,6 @@ class Chat:
         turns = [*turns, user_turn(prompt if isinstance(prompt, str) else text, prompt)]
         return turns, dialogue_as_html(turns), "", ""
 
-    @show_errors
     def edit(self, turns: list[Turn], event: gr.EventData) -> tuple[Any, ...]:
         values = event_values(event)
         turns = edit_turn(turns, values.get("turn"), values.get("text"))
@@ -85,41 +83,34 @@ class Chat:
         for partial in self.backend.reply(turns, *inputs):
             yield partial, dialogue_as_html(partial)
 
-    @show_errors
     def answer(self, turns: list[Turn], *inputs: Any) -> Iterator[tuple[Any, ...]]:
         if turns and turns[-1]["role"] == "user":
             yield from self.reply(turns, *inputs)
         else:  # nothing was asked; without a value Gradio would empty the window
             yield gr.skip(), gr.skip()
 
-    @show_errors
     def score(self, turns: list[Turn], label: str, temperature: float) -> Iterator[tuple[Any, ...]]:
         ended = end_stream(turns)
         yield ended, self.draw(ended, label)
         scored = self.backend.score_last(ended, temperature)
         yield scored, self.draw(scored, label)
 
-    @show_errors
     def show_tokens(self, turns: list[Turn], macro_length: str, event: gr.EventData) -> tuple[Any, ...]:
         turns = self.backend.with_tokens(turns, event_values(event).get("turn"), macro_length)
         return turns, dialogue_as_html(turns)
 
-    @show_errors
     def suggest(self, label: str, event: gr.EventData) -> tuple[Any, ...]:
         prompts, index = self.backend.suggestions(label), event_values(event).get("turn")
         if isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < len(prompts):
             raise UsageError("this prompt no longer exists; reload the page")
         return fill(prompts[index])
 
-    @show_errors
     def load_prompt(self, label: str) -> tuple[Any, ...]:
         return fill(self.backend.test_prompt(label))
 
-    @show_errors
     def clear(self, label: str) -> tuple[Any, ...]:
         return [], self.draw([], label), ""
 
-    @show_errors
     def greet(self, turns: list[Turn], label: str) -> Any:
         return gr.skip() if turns else self.draw([], label)
 

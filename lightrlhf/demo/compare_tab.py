@@ -9,7 +9,7 @@ from typing import Any
 import gradio as gr
 
 from lightrlhf.data.responses import are_identical
-from lightrlhf.demo.inputs import PRIVATE, QUIET, make_html, show_errors
+from lightrlhf.demo.inputs import PRIVATE, QUIET, make_html
 from lightrlhf.demo.markup import cards_as_html, prompt_as_html, table_as_html, tag, welcome
 from lightrlhf.demo.session import DemoBackend
 from lightrlhf.rewards.functions import as_text
@@ -34,7 +34,6 @@ def compare_tab(backend: DemoBackend, app: Any) -> tuple[Any, Any]:
             undo = gr.Button("Undo last vote", size="sm", min_width=120, scale=0, interactive=False)
         told, table = make_html(elem_classes="hint"), make_html(tally_as_html(backend), elem_id="tally")
 
-    @show_errors
     def show(one: str, other: str, rater: str) -> Iterator[list[Any]]:
         yield draw_pair(None)
         try:
@@ -49,13 +48,11 @@ def compare_tab(backend: DemoBackend, app: Any) -> tuple[Any, Any]:
         line = f"Voted: {CAPTIONS[verdict]}." if is_new else "You have already voted on this pair."
         return [pair, line, "", gr.update(interactive=True), tally_as_html(backend), *draw_pair(None)]
 
-    @show_errors
     def withdraw(voted: dict[str, Any] | None) -> list[Any]:
         backend.withdraw(voted)
         line = "Your last vote is withdrawn; vote again."
         return [None, line, gr.update(interactive=False), tally_as_html(backend), *draw_pair(voted)]
 
-    @show_errors
     def refresh(request: gr.Request) -> list[Any]:
         name = request.username or gr.skip()  # without a login the user may be typing a name already
         return [name, tally_as_html(backend)]
@@ -64,7 +61,7 @@ def compare_tab(backend: DemoBackend, app: Any) -> tuple[Any, Any]:
     load.click(show, [one, other, rater], outputs, api_name="next_pair", **QUIET)
     next_pairs = []
     for verdict, button in zip(CAPTIONS, buttons):
-        casting = show_errors(functools.partial(vote, verdict))
+        casting = functools.partial(vote, verdict)
         changed = [voted, told, comment, undo, table, *outputs]
         voting = button.click(casting, [pair, comment], changed, api_name=f"vote_{verdict}", **QUIET)
         next_pairs.append(voting.success(show, [one, other, rater], outputs, **PRIVATE))

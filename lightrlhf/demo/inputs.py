@@ -30,8 +30,6 @@ def errors_as_toasts() -> Iterator[None]:
     """
     try:
         yield
-    except gr.Error:  # of a handler that this one calls
-        raise
     except Exception as problem:  # of any kind: the demo keeps running for other users
         line = str(problem).strip().partition("\n")[0]
         if not isinstance(problem, (UsageError, ValueError)):
@@ -42,7 +40,7 @@ def errors_as_toasts() -> Iterator[None]:
 
 
 def show_errors(function: Callable) -> Callable:
-    """Decorate an event handler: its exceptions become messages in the browser."""
+    """Wrap an event handler: its exceptions become messages in the browser."""
 
     @functools.wraps(function)
     def call(*inputs: Any) -> Any:

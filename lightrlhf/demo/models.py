@@ -81,31 +81,25 @@ class Measures:
         return sum(self.log_ratios)
 
 
+@dataclass
 class ModelCache:
     """LRU cache of models by label: the checkpoints of `folders` and the models that their training started from.
 
-    capacity: models kept in memory. data_dir: splits and tokenizer instead of those that each experiment was trained
-    on. reference_dir: reference model instead of the one that each experiment started from. verify: compare the data
-    with its seal.
     Raises: UsageError when a folder has a reward model, or is neither a model folder nor an experiment dir.
     """
 
-    def __init__(
-        self,
-        folders: Sequence[str],
-        device: torch.device,
-        capacity: int = 4,
-        model_args: ModelArgs | None = None,
-        data_dir: str | None = None,
-        reference_dir: str | None = None,
-        verify: bool = True,
-    ) -> None:
-        self.folders, self.device, self.capacity = list(folders), device, capacity
-        self.model_args, self.data_dir, self.reference_dir = model_args or FrozenArgs(), data_dir, reference_dir
-        self.verify = verify
-        self.lock = threading.Lock()
-        self.loaded: OrderedDict[str, LoadedModel] = OrderedDict()  # by path, least recently used first
-        for folder in folders:
+    folders: Sequence[str]
+    device: torch.device
+    capacity: int = 4  # models kept in memory
+    model_args: ModelArgs = field(default_factory=FrozenArgs)
+    data_dir: str | None = None  # splits and tokenizer in place of those that each experiment was trained on
+    reference_dir: str | None = None  # reference model in place of the one that each experiment started from
+    verify: bool = True  # compare the data with its checksums
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    loaded: OrderedDict[str, LoadedModel] = field(default_factory=OrderedDict)  # by path, least recently used first
+
+    def __post_init__(self) -> None:
+        for folder in self.folders:
             if Path(folder).is_dir() and (reason := why_no_model(Path(folder))):
                 raise UsageError(f"--model_name {folder} {reason}")
             if read_arg(folder, "program") == "rm":

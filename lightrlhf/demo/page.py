@@ -100,9 +100,10 @@ def build(backend: DemoBackend) -> Any:
                 with gr.Tab("Rollouts", id="rollouts") as rollouts:
                     rollouts_tab(backend, app, tabs, rollouts)
 
-        @show_errors
         def refresh() -> dict[Any, Any]:  # a running experiment adds checkpoints
             return {model: gr.update(choices=backend.cache.labels()) for model in models}
 
         app.load(refresh, None, models, **PRIVATE)
+    for handler in app.fns.values():
+        handler.fn = handler.fn and show_errors(handler.fn)
     return app

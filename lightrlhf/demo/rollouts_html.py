@@ -15,23 +15,10 @@ from typing import Any
 import pandas as pd
 from markupsafe import Markup
 
+from lightrlhf.demo import rollouts
 from lightrlhf.demo.markup import DEEPEST_COLOUR, STRONGEST, badge, join, plain, table_as_html, tag, token_as_html
 from lightrlhf.demo.rollout_file import Row, Samples, by_token, mask_of, number, prompt_key, sampled
-from lightrlhf.demo.rollouts import (
-    COLOURS,
-    GROUPS_A_PAGE,
-    LEAST_CHANGE,
-    Comparison,
-    Selection,
-    View,
-    audit_disagrees,
-    compare,
-    count_pages,
-    curves,
-    deepest,
-    logged_colours,
-    select,
-)
+from lightrlhf.demo.rollouts import COLOURS, GROUPS_A_PAGE, LEAST_CHANGE, Comparison, Selection, View
 from lightrlhf.programs import TRAINING, Program
 
 SAMPLES_A_PAGE, FEWEST_SAMPLES = 80, 4  # of each group at least
@@ -57,10 +44,10 @@ class Run:
 
 def page(samples: Samples, view: View, run: Run) -> str:
     """The whole page of a view; the root element has the view's address."""
-    selection = select(samples, view)
+    selection = rollouts.select(samples, view)
     shown = selection.view
     if shown.against is not None and selection.steps and shown.sample is None:
-        comparison = compare(samples, shown, selection.steps)
+        comparison = rollouts.compare(samples, shown, selection.steps)
         shown = comparison.view
         draw = Drawing(samples, shown, run, sum(len(side) for both in comparison.prompts for side in both))
         body = [differences(comparison, shown), side_by_side(samples, comparison, draw)]
@@ -72,7 +59,9 @@ def page(samples: Samples, view: View, run: Run) -> str:
         body += [] if shown.sample is not None else [pager(shown, selection.num_groups, "groups")]
     if not selection.groups and not selection.problem:
         body.append(note("no sample fits; empty the search, or show all steps" if len(samples) else "no samples yet"))
-    lines = [curve_as_html(NAMES.get(name, name), line, shown) for name, line in curves(samples, selection).items()]
+    lines = [
+        curve_as_html(NAMES.get(name, name), line, shown) for name, line in rollouts.curves(samples, selection).items()
+    ]
     parts = [
         *(note(line) for line in notes(samples, selection, run)),
         tag("div", *lines, class_="curves") if len(samples) else "",
@@ -150,7 +139,7 @@ def heading(samples: Samples, selection: Selection) -> Markup | str:
 
 def pager(view: View, count: int, things: str) -> Markup:
     """Links to the pages around this one."""
-    pages, last = count_pages(count), view.page * GROUPS_A_PAGE
+    pages, last = rollouts.count_pages(count), view.page * GROUPS_A_PAGE
     parts: list[Any] = [f"{things} {last - GROUPS_A_PAGE + 1:,} to {min(last, count):,} of {count:,}"]
     parts += [link(view.changed(page=view.page - 1), "previous page")] if view.page > 1 else []
     parts += [link(view.changed(page=view.page + 1), "next page")] if view.page < pages else []
@@ -159,7 +148,7 @@ def pager(view: View, count: int, things: str) -> Markup:
 
 def curve_as_html(name: str, line: pd.Series, view: View) -> Markup:
     """Means by step, small; a mark at the step that is shown."""
-    width, height = LINE_SIZE
+    name, (width, height) = NAMES.get(name, name), LINE_SIZE
     steps, values = line.index.to_numpy(), line.to_numpy()
     (first, last), ends = steps[[0, -1]], [short(value) for value in values[[0, -1]]]
 
@@ -194,9 +183,9 @@ class Drawing:
         self.run, self.view, self.colour = run, view, view.colour
         self.is_alone = view.sample is not None  # a single sample is shown with all its numbers
         self.limit = 10**9 if self.is_alone else max(TOKENS_A_PAGE // max(num_samples, 1), FEWEST_TOKENS)
-        self.deepest = DEEPEST_COLOUR if view.colour == "log-ratio" else deepest(samples, view.colour)
-        self.disagrees = audit_disagrees(samples)
-        self.is_logged = view.colour in logged_colours(samples)
+        self.deepest = DEEPEST_COLOUR if view.colour == "log-ratio" else rollouts.deepest(samples, view.colour)
+        self.disagrees = rollouts.audit_disagrees(samples)
+        self.is_logged = view.colour in rollouts.logged_colours(samples)
 
     def legend(self) -> Markup | str:
         """What the colours mean."""

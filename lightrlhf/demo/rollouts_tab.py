@@ -19,7 +19,7 @@ from urllib.parse import parse_qsl
 import gradio as gr
 
 from lightrlhf.cli.errors import UsageError
-from lightrlhf.demo.inputs import PRIVATE, event_values, make_html, show_errors
+from lightrlhf.demo.inputs import PRIVATE, event_values, make_html
 from lightrlhf.demo.models import token_texts
 from lightrlhf.demo.rollout_file import Samples, rollout_file
 from lightrlhf.demo.rollouts import ALL, COLOURS, LONGEST_TEXT, ORDERS, SORTS, View, logged_colours, nearest, steps_of
@@ -56,37 +56,30 @@ def rollouts_tab(backend: DemoBackend, app: Any, tabs: Any, tab: Any) -> None:
     shown = make_html(note("The samples are being read."), js_on_load=script)
     parts = [*inputs, shown, now, controls]
 
-    @show_errors
     def reopen(query: str) -> list[Any]:
         return rollouts.open(dict(parse_qsl(query)))
 
-    @show_errors
     def open_address(request: gr.Request) -> list[Any]:
         query = dict(request.query_params)
         if query.get("tab") != "rollouts":
             return [gr.skip() for _ in (tabs, *parts)]
         return [gr.update(selected="rollouts"), *rollouts.open(query)]
 
-    @show_errors
     def enter(query: str) -> list[Any]:
         is_open = view_at(query).run  # a link that names the tab selects it, too
         return [gr.skip() for _ in parts] if is_open else rollouts.open({})
 
-    @show_errors
     def change_run(label: str | None, query: str) -> list[Any]:
         view = view_at(query)
         return rollouts.open({"run": label or "", "sort": view.sort, "order": view.order})
 
-    @show_errors
     def follow(clicked: gr.EventData) -> list[Any]:
         return reopen(str(event_values(clicked).get("query", ""))[:LONGEST_ADDRESS])
 
-    @show_errors
     def look(query: str, *values: Any) -> list[Any]:
         view = replace(view_of(values), prompt=view_at(query).prompt)
         return [rollouts.show(view), view.query()]
 
-    @show_errors
     def search(query: str, *values: Any) -> list[Any]:
         is_same = view_of(values).q == view_at(query).q  # a view that was opened fills the box, too
         return [gr.skip(), gr.skip()] if is_same else look(query, *values)

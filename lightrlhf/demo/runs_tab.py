@@ -17,7 +17,7 @@ from markupsafe import Markup
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.demo import runs
 from lightrlhf.demo.chart import chart
-from lightrlhf.demo.inputs import PRIVATE, event_values, make_html, show_errors
+from lightrlhf.demo.inputs import PRIVATE, event_values, make_html
 from lightrlhf.demo.markup import join, scores_as_html, table_as_html, tag
 from lightrlhf.demo.models import formatted
 from lightrlhf.demo.session import DemoBackend
@@ -53,20 +53,17 @@ def runs_tab(backend: DemoBackend, tab: Any) -> None:
     with gr.Accordion("Model card", open=False):
         text = gr.Markdown()
 
-    @show_errors
     def draw(chosen: list[str], *settings: Any) -> list[Any]:
         folders = {label: folder for label, folder in backend.runs().items() if label in chosen}
         names, metric, *html = views_of(folders, *settings)
         return [gr.update(choices=names, value=metric), *html]
 
-    @show_errors
     def show(event: gr.EventData) -> str:
         asked, step = (event_values(event).get(name) for name in ("runs", "step"))
         if not isinstance(asked, list) or not isinstance(step, int | float) or not math.isfinite(step):
             raise UsageError("this point of the chart has no runs and no step; reload the page")
         return beside_html(*(samples_html(*run, int(step)) for run in backend.runs().items() if run[0] in asked))
 
-    @show_errors
     def describe(run: str | None) -> list[Any]:
         folder = backend.runs().get(run or "")
         return [samples_table(folder), runs.card(folder)]

@@ -1,7 +1,7 @@
 """Backend of `lightrlhf.demo`, independent of the user interface: plain values in, plain values out.
 
-A `DemoBackend` holds what all users share: models, reward model and votes file. The state of one user, a dialogue or
-the current pair, is passed in and returned, so users never see each other's.
+A `DemoBackend` holds what all users share: models, reward model and votes file. The state of a user, a dialogue or the
+current pair, is passed in and returned, so users never see the state of others.
 """
 
 from __future__ import annotations
@@ -24,22 +24,11 @@ from lightrlhf.cli.groups import FrozenArgs
 from lightrlhf.data.batch import mix_seed
 from lightrlhf.data.splits import load_prompts
 from lightrlhf.data.tokens import encode_prompt
+from lightrlhf.demo import models
 from lightrlhf.demo.args import MAX_NAME, DemoArgs
 from lightrlhf.demo.dialogue import FORMS, Turn, clean_text, prompt_values, turn_at, with_system
 from lightrlhf.demo.markup import Scores, tokens_as_html
-from lightrlhf.demo.models import (
-    Answer,
-    Measures,
-    ModelCache,
-    as_prompt,
-    example_prompt,
-    formatted,
-    macro_segments,
-    measure,
-    rewards,
-    stream_answer,
-    token_texts,
-)
+from lightrlhf.demo.models import Answer, Measures, ModelCache, as_prompt, example_prompt, formatted, stream_answer
 from lightrlhf.demo.votes import agreement, append_vote, pair_id, read_votes, tally, withdraw_vote
 from lightrlhf.models.loading import find_device
 from lightrlhf.models.names import resolve
@@ -97,24 +86,16 @@ class DemoBackend:
         return cls(args, cache, Path(args.votes_file or default_file))
 
     # ------------------------------------------------------------------------------------------- settings and prompts
-    def settings(
-        self, max_new_tokens: float, do_sample: bool, temperature: float, top_k: float, top_p: float
-    ) -> DemoArgs:
-        """The flags with the values of `SLIDERS`. Raises: ValueError naming a value out of range."""
-        numbers = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p}
-        for name, value in numbers.items():
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-                raise ValueError(f"{name} {str(value)[:40]} must be a number")
-        if not isinstance(do_sample, bool):
-            raise ValueError(f"do_sample {str(do_sample)[:40]} must be true or false")
-        return dataclasses.replace(
-            self.args,
-            max_new_tokens=int(max_new_tokens),
-            do_sample=do_sample,
-            temperature=temperature,
-            top_k=int(top_k),
-            top_p=top_p,
-        )
+    def settings(self, *sliders: Any) -> DemoArgs:
+        """Return the flags with the values of `SLIDERS`. Raises: ValueError naming a value out of range."""
+        values = dict(zip(SLIDERS, sliders, strict=True))
+        for name, value in values.items():
+            wanted = "true or false" if name == "do_sample" else "a number"
+            is_number = type(value) in (int, float) and math.isfinite(value)
+            if not (isinstance(value, bool) if name == "do_sample" else is_number):
+                raise ValueError(f"{name} {str(value)[:40]} must be {wanted}")
+        whole = {name: int(values[name]) for name in ("max_new_tokens", "top_k")}
+        return dataclasses.replace(self.args, **values | whole)
 
     def stored_settings(self, label: str) -> list[Any]:
         """Values of `SLIDERS` that an experiment was trained with. Raises: UsageError when it has none."""
@@ -134,30 +115,30 @@ class DemoBackend:
             self.prompt_ids[key] = [torch.as_tensor(row["input_ids"]).tolist() for row in rows]
         return self.prompt_ids[key]
 
-    def prompt(self, label: str, split: str, index: int) -> str | Messages:
-        """One prompt of a split, as messages if the chat template reproduces its ids, else as text."""
-        return as_prompt(self.cache.model(label).tokenizer, self.prompts(label, split)[index])
+    def prompt(self, label: str, ids: Sequence[int]) -> str | Messages:
+        """Return a prompt as messages if the chat template reproduces its ids, else as text."""
+        return as_prompt(self.cache.model(label).tokenizer, ids)
 
     def test_prompt(self, label: str) -> str | Messages:
-        """A random prompt of the test split."""
-        return self.prompt(label, "test", random.randrange(len(self.prompts(label, "test"))))
+        """Return a random prompt of the test split."""
+        return self.prompt(label, random.choice(self.prompts(label, "test")))
+
+    def example(self, label: str) -> str | Messages:
+        """Return the prompt of `example_prompt.pt`. Raises: UsageError when it is missing."""
+        return self.prompt(label, example_prompt(self._data(label), self.args.verify))
 
     def form(self, label: str) -> str:
-        """The item of `FORMS` that matches the example prompt of a model's data."""
+        """Return the item of `FORMS` that matches the example prompt of a model's data."""
         folder = self.cache.data(label)
         if folder is None or not (Path(folder) / "example_prompt.pt").is_file():
             return FORMS[0]
         tokenizer = load_tokenizer(folder, None, verify=self.args.verify)
         return prompt_values(as_prompt(tokenizer, example_prompt(folder, self.args.verify)))[1]
 
-    def example(self, label: str) -> str | Messages:
-        """The prompt of `example_prompt.pt`. Raises: UsageError when it is missing."""
-        return as_prompt(self.cache.model(label).tokenizer, example_prompt(self._data(label), self.args.verify))
-
     def suggestions(self, label: str) -> list[str | Messages]:
-        """Prompts to begin with: the example and the first test prompts of a model's data, else `STARTERS`.
+        """Return prompts to begin with: the example and the first test prompts of a model's data, else `STARTERS`.
 
-        Empty where the data cannot be read, which its own button says.
+        Empty where the data cannot be read; the button that loads a test prompt says why.
         """
         folder = self.cache.data(label)
         if folder is None:
@@ -194,7 +175,7 @@ class DemoBackend:
     def measure(self, label: str, answer: Answer, temperature: float) -> Measures | None:
         """Log-probabilities of an answer under its model and the reference; None without a reference."""
         reference = self.cache.reference(label)
-        return None if reference is None else measure(self.cache.model(label), reference, answer, temperature)
+        return None if reference is None else models.measure(self.cache.model(label), reference, answer, temperature)
 
     # ---------------------------------------------------------------------------------------------------------- chat
     def reply(self, turns: list[Turn], label: str, system: str, seed: float, *sliders: Any) -> Iterator[list[Turn]]:
@@ -232,7 +213,7 @@ class DemoBackend:
         last = turns[-1]
         temperature = dataclasses.replace(self.args, temperature=temperature).temperature  # checked
         measures = self.measure(last["label"], last["answer"], temperature)
-        (reward,) = rewards(self.scorer(), [last["answer"]])
+        (reward,) = models.rewards(self.scorer(), [last["answer"]])
         return [*turns[:-1], {**last, "measures": measures, "scores": scores_of(last["answer"], reward, measures)}]
 
     def with_tokens(self, turns: list[Turn], index: Any, macro_length: str) -> list[Turn]:
@@ -254,8 +235,8 @@ class DemoBackend:
             raise UsageError(f"{label} has no reference model for log-ratios; restart the demo with --reference_dir")
         tokenizer = self.cache.model(label).tokenizer
         ngram = None if macro_length == AS_TRAINED else int(macro_length)
-        segments = macro_segments(self.cache.experiment(label), measures, ngram)
-        return tokens_as_html(token_texts(tokenizer, turn["answer"].ids), measures.log_ratios, segments)
+        segments = models.macro_segments(self.cache.experiment(label), measures, ngram)
+        return tokens_as_html(models.token_texts(tokenizer, turn["answer"].ids), measures.log_ratios, segments)
 
     # -------------------------------------------------------------------------------------------------- side by side
     def side_by_side(
@@ -276,7 +257,7 @@ class DemoBackend:
         answers = [answer for answer in partial if answer is not None]
         scored = [
             scores_of(answer, reward, self.measure(name, answer, settings.temperature))
-            for name, answer, reward in zip(names, answers, rewards(self.scorer(), answers))
+            for name, answer, reward in zip(names, answers, models.rewards(self.scorer(), answers))
         ]
         yield [answer.text.strip() for answer in answers], scored
 
@@ -292,12 +273,12 @@ class DemoBackend:
         if one == other or not (one and other):
             raise UsageError("choose two different models")
         names = sorted((one, other))
-        count = len(self.prompts(one, self.args.split))
+        prompts = self.prompts(one, self.args.split)
         votes = [vote for vote in read_votes(self.votes_file) if vote.get("split") == self.args.split]
-        index = next_index(count, votes, names, rater, self.args.overlap, self.args.seed)
+        index = next_index(len(prompts), votes, names, rater, self.args.overlap, self.args.seed)
         if index is None:
             raise UsageError("you have voted on every pair of these two models; choose others")
-        prompt = self.prompt(one, self.args.split, index)
+        prompt = self.prompt(one, prompts[index])
         responses, truncated = [], []
         for place, name in enumerate(names):  # a seed each, because similar models would answer the same on one
             *_, answer = stream_answer(self.cache.model(name), prompt, self.args, self.args.seed + 2 * index + place)

@@ -10,7 +10,7 @@ from gradio import on, skip
 
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.demo.dialogue import prompt_of, prompt_values, split_system
-from lightrlhf.demo.inputs import NOTHING_TYPED, PRIVATE, QUIET, Workplace, is_blank, show_errors
+from lightrlhf.demo.inputs import NOTHING_TYPED, PRIVATE, QUIET, Workplace, is_blank
 from lightrlhf.demo.markup import cards_as_html, welcome
 from lightrlhf.demo.session import MAX_SIDE_BY_SIDE, DemoBackend
 from lightrlhf.rewards.encoding import Messages
@@ -24,7 +24,6 @@ def side_by_side_tab(backend: DemoBackend) -> Any:
     buttons = {"Example prompt": "", "Test prompt": ""}
     tab = Workplace(backend, ("answers", EMPTY), "Send to all", buttons, multiselect=True, **models)
 
-    @show_errors
     def answer(names: list[str], system: str, seed: float, form: str, *values: Any) -> Iterator[tuple[Any, ...]]:
         fields, sliders = values[: len(tab.message)], values[len(tab.message) :]
         if is_blank(form, *fields):
@@ -47,6 +46,6 @@ def side_by_side_tab(backend: DemoBackend) -> Any:
     for ended in (answering.failure, tab.stop.click(None, cancels=[answering], **PRIVATE).then):
         ended(None, tab.window, tab.window, js=settle, **PRIVATE)
     for button, load in zip(tab.buttons, (backend.example, backend.test_prompt)):
-        filling = show_errors(functools.partial(fill, load))
+        filling = functools.partial(fill, load)
         button.click(filling, tab.model, [tab.system, tab.form, *tab.message], **PRIVATE)
     return tab.model

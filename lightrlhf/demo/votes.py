@@ -11,11 +11,12 @@ at most the vote being written. Left out: editing a vote (until it is withdrawn,
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -56,7 +57,8 @@ def _append(path: Path, vote: Vote, replaces: bool) -> bool:
     with writing(path, kept=lambda: "earlier votes are kept", error=UsageError):
         make_folder(path.parent)
         is_new = not path.exists()
-        with path.open("ab", buffering=0) as file, _locked(file):
+        with path.open("ab", buffering=0) as file:
+            _lock(file)
             content = path.read_bytes()
             complete = content.rfind(b"\n") + 1
             if complete < len(content) and not _is_json(content[complete:]):  # the last row of a killed server
@@ -105,19 +107,12 @@ def _key(vote: Vote) -> tuple[str, str]:
     return vote["pair"], vote["rater"]
 
 
-@contextmanager
-def _locked(file: IO[bytes]) -> Iterator[None]:
-    """Exclusive file lock across threads and processes; released on exit or when the process dies."""
-    try:
+def _lock(file: IO[bytes]) -> None:
+    """Lock a file for this thread until it is closed or the process dies; not on Windows."""
+    with suppress(ImportError):
         import fcntl
-    except ImportError:  # Windows
-        yield
-        return
-    fcntl.flock(file, fcntl.LOCK_EX)
-    try:
-        yield
-    finally:
-        fcntl.flock(file, fcntl.LOCK_UN)
+
+        fcntl.flock(file, fcntl.LOCK_EX)
 
 
 # ---------------------------------------------------------------------------------------------------------- counting
@@ -201,10 +196,8 @@ def agreement(votes: Sequence[Vote]) -> dict[str, Any]:
     units = [[winner(vote) for vote in pair] for pair in by_pair(votes).values() if len(pair) > 1]
     coincidences: dict[tuple[int | None, int | None], float] = defaultdict(float)  # o_ck
     for unit in units:
-        for i, one in enumerate(unit):
-            for j, other in enumerate(unit):
-                if i != j:
-                    coincidences[one, other] += 1 / (len(unit) - 1)
+        for two in itertools.permutations(unit, 2):
+            coincidences[two] += 1 / (len(unit) - 1)
     margins: dict[int | None, float] = defaultdict(float)  # n_c
     for (one, _), count in coincidences.items():
         margins[one] += count
