@@ -7,6 +7,7 @@ current pair, is passed in and returned, so users never see the state of others.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import random
 import threading
@@ -29,7 +30,7 @@ from lightrlhf.demo.args import MAX_NAME, DemoArgs
 from lightrlhf.demo.dialogue import FORMS, Turn, clean_text, prompt_values, turn_at, with_system
 from lightrlhf.demo.markup import Scores, tokens_as_html
 from lightrlhf.demo.models import Answer, Measures, ModelCache, as_prompt, example_prompt, formatted, stream_answer
-from lightrlhf.demo.votes import agreement, append_vote, pair_id, read_votes, tally, withdraw_vote
+from lightrlhf.demo.votes import WITHDRAWN, agreement, append_vote, pair_id, read_votes, tally
 from lightrlhf.models.loading import find_device
 from lightrlhf.models.names import resolve
 from lightrlhf.models.tokenizer import load_tokenizer
@@ -115,38 +116,34 @@ class DemoBackend:
             self.prompt_ids[key] = [torch.as_tensor(row["input_ids"]).tolist() for row in rows]
         return self.prompt_ids[key]
 
-    def prompt(self, label: str, ids: Sequence[int]) -> str | Messages:
-        """Return a prompt as messages if the chat template reproduces its ids, else as text."""
-        return as_prompt(self.cache.model(label).tokenizer, ids)
+    def as_prompts(self, label: str, rows: Sequence[Sequence[int]]) -> list[str | Messages]:
+        """Return prompts as messages where the chat template of a model's data reproduces their ids, else as text."""
+        tokenizer = load_tokenizer(self._data(label), None, verify=self.args.verify)
+        return [as_prompt(tokenizer, ids) for ids in rows]
 
     def test_prompt(self, label: str) -> str | Messages:
         """Return a random prompt of the test split."""
-        return self.prompt(label, random.choice(self.prompts(label, "test")))
+        return self.as_prompts(label, [random.choice(self.prompts(label, "test"))])[0]
 
     def example(self, label: str) -> str | Messages:
         """Return the prompt of `example_prompt.pt`. Raises: UsageError when it is missing."""
-        return self.prompt(label, example_prompt(self._data(label), self.args.verify))
+        return self.as_prompts(label, [example_prompt(self._data(label), self.args.verify)])[0]
 
     def form(self, label: str) -> str:
         """Return the item of `FORMS` that matches the example prompt of a model's data."""
         folder = self.cache.data(label)
-        if folder is None or not (Path(folder) / "example_prompt.pt").is_file():
-            return FORMS[0]
-        tokenizer = load_tokenizer(folder, None, verify=self.args.verify)
-        return prompt_values(as_prompt(tokenizer, example_prompt(folder, self.args.verify)))[1]
+        has_example = folder is not None and (Path(folder) / "example_prompt.pt").is_file()
+        return prompt_values(self.example(label))[1] if has_example else FORMS[0]
 
     def suggestions(self, label: str) -> list[str | Messages]:
         """Return prompts to begin with: the example and the first test prompts of a model's data, else `STARTERS`.
 
         Empty where the data cannot be read; the button that loads a test prompt says why.
         """
-        folder = self.cache.data(label)
-        if folder is None:
+        if self.cache.data(label) is None:
             return [[{"role": "user", "content": text}] for text in STARTERS]
         try:
-            tokenizer = load_tokenizer(folder, None, verify=self.args.verify)
-            rows = [example_prompt(folder, self.args.verify), *self.prompts(label, "test")[: MAX_SUGGESTIONS - 1]]
-            return [as_prompt(tokenizer, ids) for ids in rows]
+            return [self.example(label), *self.as_prompts(label, self.prompts(label, "test")[: MAX_SUGGESTIONS - 1])]
         except UsageError:
             return []
 
@@ -168,9 +165,8 @@ class DemoBackend:
     def reward_model(self) -> str | None:
         """`--rm_experiment_dir`, else the last experiment's whose reward model exists."""
         stored_names = [locate(folder, "rm_experiment_dir") for folder in reversed(self.args.model_name)]
-        return self.args.rm_experiment_dir or next(
-            (name for name in stored_names if name and Path(name).is_dir()), None
-        )
+        found = (name for name in stored_names if name and Path(name).is_dir())
+        return self.args.rm_experiment_dir or next(found, None)
 
     def measure(self, label: str, answer: Answer, temperature: float) -> Measures | None:
         """Log-probabilities of an answer under its model and the reference; None without a reference."""
@@ -278,7 +274,7 @@ class DemoBackend:
         index = next_index(len(prompts), votes, names, rater, self.args.overlap, self.args.seed)
         if index is None:
             raise UsageError("you have voted on every pair of these two models; choose others")
-        prompt = self.prompt(one, prompts[index])
+        (prompt,) = self.as_prompts(one, [prompts[index]])
         responses, truncated = [], []
         for place, name in enumerate(names):  # a seed each, because similar models would answer the same on one
             *_, answer = stream_answer(self.cache.model(name), prompt, self.args, self.args.seed + 2 * index + place)
@@ -286,31 +282,24 @@ class DemoBackend:
             truncated.append(answer.truncated)
         pair = pair_id(prompt, names, responses)
         order = random.Random(f"{self.args.seed} {pair} {rater}").sample([0, 1], 2)
-        return {
-            "pair": pair,
-            "rater": rater,
-            "split": self.args.split,
-            "index": index,
-            "prompt": prompt,
-            "responses": [responses[i] for i in order],
-            "models": [names[i] for i in order],
-            "cut": [truncated[i] for i in order],
-            "settings": {key: getattr(self.args, key) for key in (*SLIDERS, "seed")},
-        }
+        shown: dict[str, list[Any]] = {"responses": responses, "models": names, "cut": truncated}
+        vote = {"pair": pair, "rater": rater, "split": self.args.split, "index": index, "prompt": prompt}
+        vote |= {name: [values[i] for i in order] for name, values in shown.items()}
+        return vote | {"settings": {key: getattr(self.args, key) for key in (*SLIDERS, "seed")}}
 
     def vote(self, pair: dict[str, Any] | None, verdict: str, comment: str) -> bool:
         """Store a vote; False if this rater has already voted on the pair. Raises: UsageError without a pair."""
         if not pair:
             raise UsageError("there is no pair to vote on; press Next pair")
-        comment = clean_text("comment", comment).strip()
-        now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-        return append_vote(self.votes_file, {**pair, "verdict": verdict, "comment": comment, "time": now})
+        return self._append({**pair, "verdict": verdict, "comment": clean_text("comment", comment).strip()})
 
     def withdraw(self, pair: dict[str, Any] | None) -> None:
         """Take a vote back, so that the rater may vote on the pair again. Raises: UsageError when there is none."""
-        now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-        if not pair or not withdraw_vote(self.votes_file, {**pair, "time": now}):
+        if not pair or not self._append({**pair, "verdict": WITHDRAWN}):
             raise UsageError("there is no vote to undo")
+
+    def _append(self, vote: dict[str, Any]) -> bool:
+        return append_vote(self.votes_file, {**vote, "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())})
 
     def vote_table(self) -> tuple[list[list[Any]], str]:
         """Rows of the tally, and a sentence with the number of votes and the agreement of raters."""
@@ -349,17 +338,11 @@ def throttle(values: Iterator[T]) -> Iterator[T]:
 
 
 def interleave(streams: Sequence[Iterator[Answer]]) -> Iterator[list[Answer | None]]:
-    """Round robin over streams: the latest answer of each, after every token of any of them."""
+    """Round robin over streams: the latest answer of each, after another token of all that have not ended."""
     latest: list[Answer | None] = [None] * len(streams)
-    active = dict(enumerate(streams))
-    while active:
-        for place, stream in list(active.items()):
-            answer = next(stream, None)
-            if answer is None:
-                del active[place]
-            else:
-                latest[place] = answer
-            yield list(latest)
+    for answers in itertools.zip_longest(*streams):
+        latest = [new or old for new, old in zip(answers, latest)]
+        yield latest
 
 
 def next_index(

@@ -42,18 +42,10 @@ def pair_id(prompt: Any, models: Sequence[str], responses: Sequence[str]) -> str
 def append_vote(path: str | Path, vote: Vote) -> bool:
     """Append a vote; False if this rater has already voted on this pair (for example by a double click).
 
+    With the verdict `withdrawn` it takes back the rater's vote on the pair; False if there is no such vote.
     Raises: UsageError when the file cannot be written or has a row that is not a vote.
     """
-    return _append(Path(path), vote, replaces=False)
-
-
-def withdraw_vote(path: str | Path, vote: Vote) -> bool:
-    """Append that a rater takes back the vote on a pair; False if there is none to take back. Raises: as above."""
-    return _append(Path(path), {**vote, "verdict": WITHDRAWN}, replaces=True)
-
-
-def _append(path: Path, vote: Vote, replaces: bool) -> bool:
-    """Append a row if the rater's vote on the pair is there (`replaces`), or is not; whether it was appended."""
+    path, replaces = Path(path), vote["verdict"] == WITHDRAWN
     with writing(path, kept=lambda: "earlier votes are kept", error=UsageError):
         make_folder(path.parent)
         is_new = not path.exists()

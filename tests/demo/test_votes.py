@@ -17,7 +17,7 @@ from helpers.votes import vote
 
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.demo.session import next_index
-from lightrlhf.demo.votes import agreement, append_vote, preferred, read_votes, tally, withdraw_vote
+from lightrlhf.demo.votes import agreement, append_vote, preferred, read_votes, tally
 from lightrlhf.maths.ops import wilson_interval
 
 
@@ -43,10 +43,10 @@ def test_a_second_vote_on_a_pair_is_ignored(tmp_path):
 
 def test_a_withdrawn_vote_counts_no_more_and_may_be_cast_again(tmp_path):
     file = tmp_path / "votes.jsonl"
-    assert not withdraw_vote(file, vote()) and not read_votes(file)
+    assert not append_vote(file, vote(verdict="withdrawn")) and not read_votes(file)
     append_vote(file, vote(verdict="A"))
     append_vote(file, vote(verdict="A", rater="grace"))
-    assert withdraw_vote(file, vote()) and not withdraw_vote(file, vote())
+    assert append_vote(file, vote(verdict="withdrawn")) and not append_vote(file, vote(verdict="withdrawn"))
     assert [row["rater"] for row in read_votes(file)] == ["grace"]
     assert append_vote(file, vote(verdict="B")) and not append_vote(file, vote(verdict="tie"))
     assert [(row["rater"], row["verdict"]) for row in read_votes(file)] == [("grace", "A"), ("ada", "B")]
