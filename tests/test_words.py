@@ -17,7 +17,7 @@ BUDGET = {
     "cli": 1,
     "cpu": 4,
     "data": 21,
-    "demo": 29,
+    "demo": 2,
     "envs": 10,
     "evaluation": 0,
     "generation": 3,

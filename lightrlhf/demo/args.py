@@ -22,15 +22,15 @@ MAX_NAME = 100  # characters of a user's name
 
 
 def check_host(name: str, flag: str) -> None:
-    """Raises: ValueError unless a text is the name of a host."""
+    """Check the name of a host. Raises: ValueError."""
     if not HOST.fullmatch(name) or ":" in name:
         raise ValueError(f"{flag} {name} must be a host name, without scheme and port")
 
 
 def check_password(path: str, flag: str) -> None:
-    """Raises: ValueError for a file without a password."""
+    """Check a file with a password. Raises: ValueError."""
     if not read_password(path):
-        raise ValueError(f"{flag} {path} must be a file with the password in its first line")
+        raise ValueError(f"{flag} {path} has no password in its first line; write one there")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +64,7 @@ class DemoArgs(DecodingArgs, SealArgs):
     load_in_4bit: bool = flag(False, packages={True: "bitsandbytes"})
     """Load the models' weights in 4 bits (nf4, bitsandbytes)."""
     trust_remote_code: bool = False
-    """Let a model run the code of its own repository."""
+    """Run the code that a model's repository contains."""
     accelerator: str = flag("auto", check=find_device)
     """cpu, cuda, mps, or auto (a GPU if there is one)."""
     seed: int = random_seed(42)

@@ -16,7 +16,7 @@ from lightrlhf.rewards.functions import as_text
 
 CAPTIONS = {"A": "A is better", "B": "B is better", "tie": "Tie", "skip": "Skip"}  # their keys are 1 to 4
 HEADERS = ("model", "against", "pairs", "votes", "wins", "ties", "losses", "win rate [95%]", "A preferred")
-EMPTY = welcome("Two answers, one vote", told="Enter your name and press Next pair. Keys 1 to 4 vote.")
+EMPTY = welcome("Two answers, one vote", hint="Enter your name and press Next pair. Keys 1 to 4 vote.")
 
 
 def compare_tab(backend: DemoBackend, app: Any) -> tuple[Any, Any]:
@@ -32,7 +32,7 @@ def compare_tab(backend: DemoBackend, app: Any) -> tuple[Any, Any]:
             look = {"show_label": False, "container": False, "max_lines": 2}
             comment = gr.Textbox(label="Comment", placeholder="Comment (optional)", **look)
             undo = gr.Button("Undo last vote", size="sm", min_width=120, scale=0, interactive=False)
-        told, table = make_html(elem_classes="hint"), make_html(tally_as_html(backend), elem_id="tally")
+        hint, table = make_html(elem_classes="hint"), make_html(tally_as_html(backend), elem_id="tally")
 
     def show(one: str, other: str, rater: str) -> Iterator[list[Any]]:
         yield draw_pair(None)
@@ -62,10 +62,10 @@ def compare_tab(backend: DemoBackend, app: Any) -> tuple[Any, Any]:
     next_pairs = []
     for verdict, button in zip(CAPTIONS, buttons):
         casting = functools.partial(vote, verdict)
-        changed = [voted, told, comment, undo, table, *outputs]
+        changed = [voted, hint, comment, undo, table, *outputs]
         voting = button.click(casting, [pair, comment], changed, api_name=f"vote_{verdict}", **QUIET)
         next_pairs.append(voting.success(show, [one, other, rater], outputs, **PRIVATE))
-    changed = [voted, told, undo, table, *outputs]  # the next pair would replace the last
+    changed = [voted, hint, undo, table, *outputs]  # the next pair would replace the last
     undo.click(withdraw, voted, changed, api_name="undo_vote", cancels=next_pairs, **QUIET)
     app.load(refresh, None, [rater, table], **PRIVATE)
     return one, other
@@ -83,7 +83,7 @@ def pair_inputs(backend: DemoBackend) -> tuple[Any, Any, Any, Any]:
 
 
 def draw_pair(pair: dict[str, Any] | None) -> list[Any]:
-    """Values of the pair, its HTML and the buttons; without a pair, one is being made.
+    """Return values of the pair, its HTML and the buttons; None stands for a pair that is being made.
 
     Neither of two identical answers can be voted the better one.
     """
@@ -94,7 +94,7 @@ def draw_pair(pair: dict[str, Any] | None) -> list[Any]:
 
 
 def tally_as_html(backend: DemoBackend) -> str:
-    """The tally of all votes, and a line with their number and the agreement of raters."""
+    """Draw the tally of all votes, and a line with their number and the agreement of raters."""
     rows, line = backend.vote_table()
     hint = tag("p", line, class_="hint")
     return table_as_html(HEADERS, rows, "Tally of all votes", "no votes yet") + hint

@@ -1,8 +1,8 @@
-"""Turns of a dialogue: what users enter, the prompt that a model gets of it, and an answer's thinking.
+"""Turns of a dialogue: the inputs of users, the prompts made of them, and the thinking of answers.
 
-A turn is a dictionary: `role` and `content`; of a user's turn `prompt` (what the model gets, without a system message)
-and `attempts` (answers so far); of an answer `answer`, `label` of its model, `scores` and `measures` once they are
-known. An answer that is being written is `streaming`; one without text yet has `pending`, the reason.
+A turn is a dictionary: `role` and `content`; a user's turn also has `prompt` (the input of the model, without a system
+message) and `attempts` (number of answers so far); an answer has `answer`, `label` of its model, and `scores` and
+`measures` once they are known. An unfinished answer is `streaming`; one without text yet has `pending`, the reason.
 Left out: tools, images, and branches of a dialogue (an edit_turn message drops what follows it).
 """
 
@@ -23,7 +23,7 @@ Turn = dict[str, Any]
 
 
 def prompt_of(turns: list[Turn], form: str, text: str, subreddit: str, title: str, post: str) -> str | Messages:
-    """The prompt of the user's inputs: the dialogue with a new message, a post to summarize, or the text unchanged.
+    """Build the prompt of the inputs: the dialogue with a new message, a post to summarize, or the text unchanged.
 
     Earlier answers are in it without their thinking, as reasoning models are trained.
     Raises: UsageError when message or post is empty or too long.
@@ -58,7 +58,7 @@ def prompt_values(prompt: str | Messages) -> tuple[list[Turn], str, str, str, st
 
 
 def clean_text(name: str, text: str | None, limit: int = MAX_CHARACTERS) -> str:
-    """What a user entered, without halves of characters, which no file can store. Raises: UsageError when too long."""
+    """Replace unpaired surrogates in an input, which no file can store. Raises: UsageError when it is too long."""
     text = text or ""
     if len(text) > limit:
         raise UsageError(f"the {name} has {len(text)} characters; enter at most {limit}")
@@ -66,12 +66,12 @@ def clean_text(name: str, text: str | None, limit: int = MAX_CHARACTERS) -> str:
 
 
 def user_turn(content: str, prompt: str | Messages) -> Turn:
-    """A message of the user and the prompt that it makes."""
+    """Make a turn of the user."""
     return {"role": "user", "content": content, "prompt": prompt, "attempts": 0}
 
 
 def edit_turn(turns: list[Turn], index: Any, text: Any) -> list[Turn]:
-    """The dialogue up to a message of the user, with another text; what followed it is dropped.
+    """Replace the text of a user's message; the turns after it are dropped.
 
     Raises: UsageError when there is no such message, or its new text is empty or too long.
     """
@@ -87,14 +87,14 @@ def edit_turn(turns: list[Turn], index: Any, text: Any) -> list[Turn]:
 
 
 def turn_at(turns: list[Turn], index: Any) -> Turn:
-    """The turn that the page names. Raises: UsageError when there is none."""
+    """Return the turn at an index that the page sent. Raises: UsageError when it does not exist."""
     if isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < len(turns):
-        raise UsageError("this message is no longer in the dialogue; reload the page")
+        raise UsageError("this message was removed from the dialogue; reload the page")
     return turns[index]
 
 
 def with_system(prompt: str | Messages, system: str) -> str | Messages:
-    """A prompt with a system message in front, which replaces its own; unchanged without one, or if it is a text."""
+    """Put a system message before a prompt, or replace its own; a prompt of text is unchanged."""
     if not system.strip() or isinstance(prompt, str):
         return prompt
     rest = prompt[1:] if prompt and prompt[0]["role"] == "system" else prompt
@@ -102,14 +102,14 @@ def with_system(prompt: str | Messages, system: str) -> str | Messages:
 
 
 def split_system(turns: list[Turn]) -> tuple[str, list[Turn]]:
-    """The text of a system message at the start, empty if there is none, and the other turns."""
+    """Split a dialogue into the text of its system message, which may be empty, and the other turns."""
     if turns and turns[0]["role"] == "system":
         return turns[0]["content"], turns[1:]
     return "", turns
 
 
 def split_thinking(text: str) -> tuple[str, str]:
-    """(thinking, answer): the text between <think> and </think> apart from the rest.
+    """Split a text into (thinking, answer): the text between <think> and </think>, and the rest.
 
     Some chat templates write <think> into the prompt, so a text with </think> alone begins with thinking. One without
     </think> is all thinking, cut off or still being written.
@@ -122,13 +122,13 @@ def split_thinking(text: str) -> tuple[str, str]:
 
 
 def content_of(turn: Turn) -> str:
-    """What a turn says to later ones: of an answer the text behind its thinking, if it got so far."""
+    """Return the content of a turn for later prompts: an answer without its thinking, if it has more."""
     content: str = turn["content"]
     return content if turn["role"] == "user" else split_thinking(content)[1] or content
 
 
 def end_stream(turns: list[Turn]) -> list[Turn]:
-    """The dialogue after the end of a stream: without an answer that never began, the last one being complete."""
+    """Mark the last answer of a dialogue as complete; an answer that never began is removed."""
     if turns and "pending" in turns[-1]:
         return turns[:-1]
     return [*turns[:-1], {key: value for key, value in turns[-1].items() if key != "streaming"}] if turns else turns

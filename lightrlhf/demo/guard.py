@@ -11,8 +11,8 @@ asking for the password. So `Guard`, a middleware, lets only those requests thro
 
 Requests and answers are Starlette's. Its `TrustedHostMiddleware` does not fit: of two `Host` headers it reads the
 first, and it knows no address at which a connection arrived.
-Left out: encryption (see howto/demo.md), accounts, and limits on what a user with the password computes. A login lasts
-until the demo ends.
+Left out: encryption (see howto/demo.md), accounts, and limits on the computation of users with the password. A login
+lasts until the demo ends.
 """
 
 from __future__ import annotations

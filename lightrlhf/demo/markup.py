@@ -29,12 +29,12 @@ def tag(name: str, *content: Any, **attributes: Any) -> Markup:
 
     `class_` loses its underscore; an attribute of None is left out.
     """
-    given = "".join(
+    written = "".join(
         f' {key.rstrip("_").replace("_", "-")}="{escape(value)}"'
         for key, value in attributes.items()
         if value is not None
     )
-    return Markup(f"<{name}{given}>{join(content)}</{name}>")
+    return Markup(f"<{name}{written}>{join(content)}</{name}>")
 
 
 def join(parts: Iterable[Any]) -> Markup:
@@ -58,14 +58,14 @@ def dialogue_as_html(turns: Sequence[Turn], title: str = "", suggestions: Sequen
     return tag("div", *shown, class_="dialogue", **log, aria_busy=str(is_busy).lower())
 
 
-def welcome(title: str, suggestions: Sequence[str] = (), told: str = "") -> Markup:
+def welcome(title: str, suggestions: Sequence[str] = (), hint: str = "") -> Markup:
     """A title, a hint and suggestions, shown before anything was asked."""
     choices = [
         tag("li", button(shorten(text), "suggest", index, class_="suggestion"))
         for index, text in enumerate(suggestions)
     ]
     listed = tag("ul", *choices, class_="suggestions") if choices else ""
-    return tag("div", tag("h2", title), tag("p", told) if told else "", listed, class_="welcome")
+    return tag("div", tag("h2", title), tag("p", hint) if hint else "", listed, class_="welcome")
 
 
 def shorten(text: str) -> str:
@@ -149,8 +149,8 @@ def tokens_as_html(texts: Sequence[str], log_ratios: Sequence[float], segments: 
     """
     spans, has_bars = [], len(set(segments)) < len(segments)
     for text, ratio, segment, before in zip(texts, log_ratios, segments, [*segments[:1], *segments]):
-        shown, told = plain(text) or tag("i", " end"), f"log-ratio {ratio:+.3f}, segment {segment}"
-        spans.append(token_as_html(shown, ratio, DEEPEST_COLOUR, told, has_bars and segment != before))
+        shown, title = plain(text) or tag("i", " end"), f"log-ratio {ratio:+.3f}, segment {segment}"
+        spans.append(token_as_html(shown, ratio, DEEPEST_COLOUR, title, has_bars and segment != before))
     legend = "green: training made the token more likely; red: less likely"
     return tag("div", *spans, class_="tokens") + tag("p", legend, class_="legend")
 

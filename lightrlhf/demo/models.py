@@ -1,6 +1,6 @@
 """Models of the demo: loaded on demand into an LRU cache; streaming answers, with their log-ratios, KL and reward.
 
-Several users may share a model: each answer has a KV cache of its own, and forward passes alternate between answers,
+Several users may share a model: each answer has its own KV cache, and forward passes alternate between answers,
 one token each. KL and log-ratios are computed as in `lightrlhf.evaluate`: at the sampling temperature, over the whole
 vocabulary, to the model that training started from.
 
@@ -117,7 +117,7 @@ class ModelCache:
         return list(dict.fromkeys([self.labels()[0], *(last[folder] for folder in dict.fromkeys(self.folders))]))
 
     def experiment(self, label: str) -> str:
-        """The experiment dir of a label. Raises: UsageError when it is gone."""
+        """Return the experiment dir of a label. Raises: UsageError when it no longer exists."""
         return self._choice(label)[1]
 
     def data(self, label: str) -> str | None:
@@ -126,11 +126,11 @@ class ModelCache:
         return name if name is not None and Path(name).is_dir() else None
 
     def model(self, label: str) -> LoadedModel:
-        """The model of a label. Raises: UsageError when it cannot be loaded."""
+        """Return the model of a label. Raises: UsageError when it cannot be loaded."""
         return self._load(self._choice(label)[0], self.data(label))
 
     def reference(self, label: str) -> LoadedModel | None:
-        """The model that a model's training started from; None if unknown, or for a model without training."""
+        """Return the model that training started from; None if it is unknown, or the model was not trained here."""
         source, experiment = self._choice(label)
         keys = ("ref_model", "sft_experiment_dir", "model_name")
         name = self.reference_dir or next((locate(experiment, key) for key in keys if read_arg(experiment, key)), None)
@@ -146,7 +146,7 @@ class ModelCache:
         return choice
 
     def is_loaded(self, label: str) -> bool:
-        """Whether a model is in memory. Raises: UsageError when it is gone."""
+        """Whether a model is in memory. Raises: UsageError when it no longer exists."""
         return newest(self._choice(label)[0]) in self.loaded
 
     def _load(self, source: str, data_dir: str | None) -> LoadedModel:
@@ -162,7 +162,7 @@ class ModelCache:
 
 
 def newest(source: str) -> str:
-    """The newest checkpoint of an experiment dir, for which that stands; any other path unchanged."""
+    """Return the newest checkpoint of an experiment dir; any other path is unchanged."""
     saved = checkpoints(Path(source))
     return str(saved[-1]) if saved else source
 
@@ -170,7 +170,7 @@ def newest(source: str) -> str:
 def load_model(
     source: str, data_dir: str | None, device: torch.device, args: ModelArgs, verify: bool = True
 ) -> LoadedModel:
-    """A policy for inference. Raises: UsageError when it cannot be loaded."""
+    """Load a policy for inference. Raises: UsageError when it cannot be loaded."""
     tokenizer = load_tokenizer(data_dir, source, verify=verify)
     policy = load_policy(source, args, tokenizer, "the checkpoint")
     return LoadedModel(policy.requires_grad_(False).eval().to(device), tokenizer)
@@ -189,7 +189,7 @@ def release_memory() -> None:
 
 # ---------------------------------------------------------------------------------------------------------- answers
 def stream_answer(model: LoadedModel, prompt: str | Messages, args: DecodingArgs, seed: int) -> Iterator[Answer]:
-    """Yields the answer after each token; a pure function of model, prompt, settings and seed.
+    """Yield the answer after each token; a pure function of model, prompt, settings and seed.
 
     Raises: UsageError when the prompt is empty, or does not fit the model's vocabulary or positions.
     """
@@ -210,7 +210,7 @@ def stream_answer(model: LoadedModel, prompt: str | Messages, args: DecodingArgs
 
 
 def measure(model: LoadedModel, reference: LoadedModel, answer: Answer, temperature: float) -> Measures:
-    """Log-probabilities of an answer's tokens under the model and its reference."""
+    """Compute the log-probabilities of an answer under the model and its reference."""
     cpu_batch = response_batch([answer.prompt_ids], [answer.ids], model.tokenizer.pad_token_id)
     batch = cpu_batch.to(next(model.policy.model.parameters()).device)
     logprobs = []
@@ -232,13 +232,13 @@ def measure(model: LoadedModel, reference: LoadedModel, answer: Answer, temperat
 
 
 def rewards(scorer: GroupScorer | None, answers: Sequence[Answer]) -> list[float | None]:
-    """Scores of answers to one prompt; None without a scorer, or where a pair scorer has no second answer."""
+    """Score answers to one prompt; None without a scorer, or where a pair scorer has no second answer."""
     return [None] * len(answers) if scorer is None else scorer([[answer.sample() for answer in answers]])[0]
 
 
 # ----------------------------------------------------------------------------------------------------------- tokens
 def macro_segments(experiment: str, measures: Measures, ngram: int | None = None) -> list[int]:
-    """Index of the macro action of each token of an answer: of `ngram` tokens each, or as the experiment was trained.
+    """Return the index of each token's macro action: `ngram` tokens each, or as the experiment was trained.
 
     Random lengths are sampled anew, so they only illustrate the segmentation. Raises: UsageError when the package of
     the experiment's parser is not installed.
@@ -265,7 +265,7 @@ def formatted(value: float | None) -> str:
 
 
 def token_texts(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[str]:
-    """Text of each token; a character made of several tokens belongs to the first of them."""
+    """Return the text of each token; a character made of several tokens belongs to the first of them."""
     text = decode(tokenizer, ids)
     ends = token_ends(tokenizer, ids, text)
     return [text[start:end] for start, end in zip([0, *ends], ends)]

@@ -10,7 +10,7 @@ training, model card. Rollouts: the samples that RL runs learned from. Views wit
 of a single model, runs of none.
 
 The demo is served on 127.0.0.1; a non-local address requires a password. It downloads and reports nothing, and answers
-only the requests of its own page (see `lightrlhf.demo.guard`).
+only the requests of this page (see `lightrlhf.demo.guard`).
 Left out: uploads, audio and images, and user accounts (raters enter their name).
 """
 

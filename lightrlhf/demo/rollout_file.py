@@ -1,4 +1,4 @@
-"""Index of a growing file of samples (`training/rollout_log.py`): what they are sorted, grouped and searched by.
+"""Index of a growing file of samples (`training/rollout_log.py`), to sort, group and search them.
 
 A row is read from the file only when it is shown. The file is never written, and its descriptor stays open, so that the
 index and the rows agree also after a resumed run has replaced the file. Memory: the texts once, and 150 bytes a sample.
@@ -52,17 +52,17 @@ Flags = NDArray[np.bool_]
 
 
 class NotASample(Exception):
-    """What is wrong with a row, to follow the number of its line."""
+    """A row that is not a sample; the message follows the number of its line."""
 
 
 def fold(text: str) -> str:
-    """A text without its case, and without halves of characters."""
+    """Fold the case of a text and replace its unpaired surrogates."""
     return text.casefold().encode("utf-8", "replace").decode()
 
 
 @dataclass(frozen=True)
 class Samples:
-    """The samples of a file at one time, numbered as its rows."""
+    """A snapshot of a file's samples, numbered as its rows."""
 
     path: Path
     file: BinaryIO
@@ -109,7 +109,7 @@ class Samples:
 
 @functools.cache
 def rollout_file(path: Path) -> RolloutFile:
-    """The one index of a file, which all views share."""
+    """Return the index of a file, which all views share."""
     return RolloutFile(path)
 
 
@@ -124,9 +124,9 @@ class RolloutFile:
     _last: tuple[int, bytes] = (0, b"")  # offset and content of the last line that was read
 
     def refresh(self, seconds: float = math.inf) -> Samples | None:
-        """Read what is new for at most so many seconds, and all again if the file is another one; None: no file.
+        """Read new rows for at most `seconds`, or all rows if the file was replaced; None if it does not exist.
 
-        While another thread reads, what it has read so far. Raises: OSError when the file cannot be read.
+        While another thread reads, return what it has read so far. Raises: OSError when the file cannot be read.
         """
         until = time.monotonic() + seconds
         if not self.lock.acquire(timeout=min(seconds, threading.TIMEOUT_MAX)):
@@ -142,7 +142,7 @@ class RolloutFile:
         return self.samples
 
     def _reopen(self) -> None:
-        """Begin anew unless the file is the one that was read, and only has grown."""
+        """Start from the first row, unless the file has only grown since it was read."""
         now = os.stat(self.path)
         if self.samples is not None:
             descriptor = self.samples.file.fileno()
@@ -185,7 +185,7 @@ class RolloutFile:
 
 
 def summarize(row: Any) -> tuple[str, str, dict[str, float]]:
-    """Return prompt, response, and the numbers and rewards of a row; what it lacks is NaN.
+    """Return prompt, response, and the numbers and rewards of a row; missing ones are NaN.
 
     Raises: NotASample.
     """
@@ -211,7 +211,7 @@ def summarize(row: Any) -> tuple[str, str, dict[str, float]]:
 
 
 def mask_of(row: Row) -> list[int]:
-    """1 for each token of a row's response that the policy sampled, else 0; without a mask all are 1."""
+    """Return 1 for each token of the response that the policy sampled, else 0; without a mask all are 1."""
     ids, mask = row.get("response_ids"), row.get("mask")
     count = len(ids) if isinstance(ids, list) else 0
     if isinstance(mask, list) and len(mask) == count == mask.count(0) + mask.count(1):
@@ -220,14 +220,14 @@ def mask_of(row: Row) -> list[int]:
 
 
 def by_token(values: Any, mask: Sequence[int]) -> list[float | None] | None:
-    """A number for each token of a response, None where there is none; None for values that do not fit the response."""
+    """Return a number or None for each token of a response; None for values that do not fit the response."""
     if not isinstance(values, list) or len(values) != len(mask):
         return None
     return [None if math.isnan(value) else value for value in map(number, values)]
 
 
 def sampled(values: Any, mask: Sequence[int]) -> list[float]:
-    """The numbers of the tokens that the policy sampled."""
+    """Return the numbers of the tokens that the policy sampled."""
     if not isinstance(values, list) or len(values) != len(mask):
         return []
     kept = list(compress(values, mask))
@@ -240,10 +240,10 @@ def sampled(values: Any, mask: Sequence[int]) -> list[float]:
 
 
 def number(value: Any, default: float = math.nan) -> float:
-    """A value as a finite number; the default for what is none."""
+    """Return a value as a finite number, or the default."""
     return float(value) if isinstance(value, (int, float)) and abs(value) <= MOST else default
 
 
 def prompt_key(prompt: str) -> str:
-    """A short name of a prompt, the same in all files."""
+    """Return a short name of a prompt, the same in all files."""
     return blake2b(prompt.encode("utf-8", "replace"), digest_size=5).hexdigest()

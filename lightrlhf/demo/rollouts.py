@@ -43,7 +43,7 @@ Ids = NDArray[np.intp]
 
 @dataclass(frozen=True)
 class View:
-    """What is shown, by the names of the address; the defaults are for an address without them."""
+    """The selection of an address, with the names of its query; the defaults are those of an empty query."""
 
     run: str = ""
     step: int | None = None  # None: the last one
@@ -59,7 +59,7 @@ class View:
 
     @classmethod
     def from_query(cls, query: Mapping[str, str]) -> View:
-        """The view of an address; a value that does not exist counts as not given."""
+        """Parse the query of an address; a value that does not exist is ignored."""
         query = {name: value.encode("utf-8", "replace").decode() for name, value in query.items()}
 
         def integer(name: str) -> int | None:
@@ -84,14 +84,14 @@ class View:
         )
 
     def query(self) -> str:
-        """The address of this view: what differs from the defaults."""
+        """Return the query of this view: the values that differ from the defaults."""
         values = {name: value for name, value in vars(self).items() if value != View.__dict__[name]}
         if values.pop("all_steps", False):
             values["step"] = ALL
         return urlencode({"tab": "rollouts", **values})
 
     def changed(self, **changes: object) -> View:
-        """Another view, on its first page."""
+        """Return another view, on its first page."""
         return dataclasses.replace(self, **({"page": 1, "sample": None} | changes))  # type: ignore[arg-type]
 
 
@@ -137,24 +137,24 @@ def turn_to(view: View, things: Sequence[int]) -> tuple[View, Sequence[int]]:
 
 
 def count_pages(count: int) -> int:
-    """The number of pages of so many groups."""
+    """Return the number of pages that `count` groups fill."""
     return max(math.ceil(count / GROUPS_A_PAGE), 1)
 
 
 def steps_of(samples: Samples, view: View) -> list[int]:
-    """The logged steps, or those at which the view's prompt was."""
+    """Return the logged steps, or the steps at which the view's prompt was logged."""
     return np.unique(samples.table["step"][of_prompt(samples, view)]).astype(int).tolist()
 
 
 def of_prompt(samples: Samples, view: View) -> Flags:
-    """Which samples are of the view's prompt; all without one."""
+    """Return which samples have the view's prompt; all samples if it has no prompt."""
     if not view.prompt:
         return np.ones(len(samples), dtype=bool)
     return np.asarray(samples.table["prompt"] == samples.prompts.get(view.prompt, -1))
 
 
 def nearest(steps: Sequence[int], step: int | None) -> int:
-    """The logged step that is nearest to one; the last one for None."""
+    """Return the logged step that is nearest to `step`; the last one for None."""
     return steps[-1] if step is None else min(steps, key=lambda one: abs(one - step))
 
 
@@ -169,7 +169,7 @@ def sort(samples: Samples, numbers: Ids, view: View) -> Ids:
 
 # ------------------------------------------------------------------------------------------------------------- curves
 def curves(samples: Samples, selection: Selection) -> dict[str, pd.Series]:
-    """Means by step of score, audit, KL and length, and the share of samples that have the text; those there are."""
+    """Return means by step of score, audit, KL and length, and the share of samples with the text, where logged."""
     table = samples.table[["step", *LINES]]
     if selection.found is not None:
         table = table.assign(**{"share with the text": selection.found})
@@ -179,18 +179,18 @@ def curves(samples: Samples, selection: Selection) -> dict[str, pd.Series]:
 
 
 def logged_colours(samples: Samples) -> list[str]:
-    """The colours of which the run has numbers."""
+    """Return the colours for which the run has numbers."""
     return [name for name, column in COLUMNS.items() if samples.table[column].notna().any()]
 
 
 def deepest(samples: Samples, name: str) -> float:
-    """The advantage or value at which a token's colour is deepest: the 95th percentile of the samples."""
+    """Return the advantage or value at which a colour saturates: the 95th percentile of the samples."""
     value = samples.table[f"deepest {name}"].quantile(0.95)
     return float(value) if value > 0 else 1.0
 
 
 def audit_disagrees(samples: Samples) -> Flags:
-    """Which samples score above the run's mean while their audit is below its mean."""
+    """Return which samples score above the run's mean while their audit is below its mean."""
     score, audit = samples.table["score"], samples.table["audit"]
     return np.asarray((score > score.mean()) & (audit < audit.mean()))
 

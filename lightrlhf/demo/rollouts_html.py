@@ -34,7 +34,7 @@ Pieces = Callable[[Sequence[int]], list[str]]
 
 @dataclass(frozen=True)
 class Run:
-    """What is shown of a run beside its file."""
+    """The run of a file: its name, program and tokenizer."""
 
     label: str
     program: str  # of `args.json`
@@ -43,7 +43,7 @@ class Run:
 
 
 def page(samples: Samples, view: View, run: Run) -> str:
-    """The whole page of a view; the root element has the view's address."""
+    """Draw a view; the root element has its query."""
     selection = rollouts.select(samples, view)
     shown = selection.view
     if shown.against is not None and selection.steps and shown.sample is None:
@@ -74,12 +74,12 @@ def page(samples: Samples, view: View, run: Run) -> str:
 
 
 def note(text: str) -> Markup:
-    """A line that says what is missing or wrong."""
+    """Draw a line on something missing or wrong."""
     return tag("p", text, class_="note")
 
 
 def notes(samples: Samples, selection: Selection, run: Run) -> list[str]:
-    """Lines that say what is missing or wrong."""
+    """Return lines on anything missing or wrong."""
     lines = [selection.problem] if selection.problem else []
     if not samples.is_read:
         share = samples.read_bytes / samples.all_bytes if samples.all_bytes else 1.0
@@ -96,17 +96,17 @@ def notes(samples: Samples, selection: Selection, run: Run) -> list[str]:
 
 
 def link(view: View, caption: str, title: str | None = None) -> Markup:
-    """A link to a view."""
+    """Make a link to a view."""
     return tag("a", caption, class_="view", href=f"?{view.query()}", title=title)
 
 
 def where(parts: Sequence[Any], **attributes: Any) -> Markup:
-    """A line of what is shown, and of links to what is near it."""
+    """Draw a line of facts and links."""
     return tag("p", Markup(" · ").join(parts), class_="where", **attributes)
 
 
 def heading(samples: Samples, selection: Selection) -> Markup | str:
-    """What is shown, and links to what is near it."""
+    """Draw a line on the shown samples, with links to neighbouring views."""
     view, steps = selection.view, selection.steps
     if not steps:
         return ""
@@ -138,7 +138,7 @@ def heading(samples: Samples, selection: Selection) -> Markup | str:
 
 
 def pager(view: View, count: int, things: str) -> Markup:
-    """Links to the pages around this one."""
+    """Draw links to the previous and the next page."""
     pages, last = rollouts.count_pages(count), view.page * GROUPS_A_PAGE
     parts: list[Any] = [f"{things} {last - GROUPS_A_PAGE + 1:,} to {min(last, count):,} of {count:,}"]
     parts += [link(view.changed(page=view.page - 1), "previous page")] if view.page > 1 else []
@@ -147,7 +147,7 @@ def pager(view: View, count: int, things: str) -> Markup:
 
 
 def curve_as_html(name: str, line: pd.Series, view: View) -> Markup:
-    """Means by step, small; a mark at the step that is shown."""
+    """Draw a small curve of means by step, with a mark at the shown step."""
     name, (width, height) = NAMES.get(name, name), LINE_SIZE
     steps, values = line.index.to_numpy(), line.to_numpy()
     (first, last), ends = steps[[0, -1]], [short(value) for value in values[[0, -1]]]
@@ -161,15 +161,15 @@ def curve_as_html(name: str, line: pd.Series, view: View) -> Markup:
     if view.step is not None and not view.all_steps and first <= view.step <= last:
         place = f"{x(view.step):.1f}"
         marks.append(tag("line", x1=place, x2=place, y1=0, y2=height, class_="mark"))
-    told = f"{name} {ends[0]} at step {first:,.0f}, {ends[1]} at step {last:,.0f}"
+    title = f"{name} {ends[0]} at step {first:,.0f}, {ends[1]} at step {last:,.0f}"
     points = tag("polyline", points=" ".join(f"{a:.1f},{b:.1f}" for a, b in zip(x(steps)[::every], y[::every])))
     size = {"viewBox": f"0 0 {width} {height}", "width": width, "height": height}
-    drawing = tag("svg", tag("title", told), points, *marks, role="img", aria_label=told, **size)
+    drawing = tag("svg", tag("title", title), points, *marks, role="img", aria_label=title, **size)
     return tag("figure", tag("figcaption", name, " ", tag("b", " → ".join(ends))), drawing)
 
 
 def short(value: float | None) -> str:
-    """A number of up to three significant digits."""
+    """Format a number with up to three significant digits."""
     if value is None or math.isnan(value):
         return "–"
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
@@ -177,7 +177,7 @@ def short(value: float | None) -> str:
 
 # ------------------------------------------------------------------------------------------------------------ samples
 class Drawing:
-    """How the samples of a view are drawn."""
+    """Settings with which the samples of a view are drawn."""
 
     def __init__(self, samples: Samples, view: View, run: Run, num_samples: int) -> None:
         self.run, self.view, self.colour = run, view, view.colour
@@ -188,7 +188,7 @@ class Drawing:
         self.is_logged = view.colour in rollouts.logged_colours(samples)
 
     def legend(self) -> Markup | str:
-        """What the colours mean."""
+        """Draw the scale of the colours."""
         if self.run.pieces is None:
             return ""
         if not self.is_logged:
@@ -202,7 +202,7 @@ class Drawing:
         return tag("p", f"{self.colour} of a token: ", more, " 0 ", less, f"{unit} · ", shown, class_="legend")
 
     def tokens(self, row: Row) -> Markup:
-        """The response: each turn of the policy and each text that was shown to it apart, tokens coloured."""
+        """Draw a response: a block for each turn of the policy, tokens coloured, and for each text shown to it."""
         ids, mask = row.get("response_ids"), mask_of(row)
         if self.run.pieces is None or not isinstance(ids, list) or not ids:
             text, most = str(row.get("response", "")), self.limit * CHARACTERS_A_TOKEN
@@ -226,14 +226,14 @@ class Drawing:
         return tag("div", *blocks, class_="tokens")
 
     def token(self, text: str, columns: dict[str, list[float | None] | None], place: int) -> Markup:
-        """A token of the policy, in the colour of its number, with its numbers as a title."""
+        """Draw a token of the policy in the colour of its number, with its numbers as a title."""
         values = {name: column[place] for name, column in columns.items() if column is not None}
-        told = [f"{name} {short(value)}" for name, value in values.items() if self.is_alone or name == self.colour]
-        return token_as_html(text, values.get(self.colour) or 0.0, self.deepest, ", ".join(told) or None)
+        title = [f"{name} {short(value)}" for name, value in values.items() if self.is_alone or name == self.colour]
+        return token_as_html(text, values.get(self.colour) or 0.0, self.deepest, ", ".join(title) or None)
 
 
 def group_as_html(samples: Samples, numbers: Sequence[int], draw: Drawing, most: int) -> Markup:
-    """A prompt and its samples, at most so many."""
+    """Draw a prompt and its samples, at most `most`."""
     rows, view = [samples.row(place) for place in numbers[:most]], draw.view
     prompt, step = rows[0]["prompt"], rows[0]["step"]
     text = f"step {step:,} · " if view.all_steps else ""
@@ -246,14 +246,14 @@ def group_as_html(samples: Samples, numbers: Sequence[int], draw: Drawing, most:
 
 
 def prompt_as_html(prompt: str) -> Markup:
-    """A prompt; of a long one the end, which is nearest to the response."""
+    """Draw a prompt; a long one shows its end, and the rest on a click."""
     before, end = prompt[:-LONGEST_PROMPT], prompt[-LONGEST_PROMPT:]
     hidden = [tag("details", tag("summary", f"{len(before):,} characters before"), before)] if before else []
     return tag("div", *hidden, end, class_="prompt")
 
 
 def sample_as_html(place: int, row: Row, draw: Drawing) -> Markup:
-    """A sample: its numbers as badges, its response below."""
+    """Draw a sample: its numbers as badges, its response below."""
     mask, view = mask_of(row), draw.view
     ratios, advantages = sampled(row.get("log_ratio"), mask), sampled(row.get("advantages"), mask)
     score, audit, version = (number(row.get(name)) for name in ("score", "audit", "version"))
@@ -284,7 +284,7 @@ def sample_as_html(place: int, row: Row, draw: Drawing) -> Markup:
 
 # ---------------------------------------------------------------------------------------------------------- two steps
 def differences(comparison: Comparison, view: View) -> Markup:
-    """Tables of the means and of the words that differ."""
+    """Draw tables of the means and of the words that differ."""
     steps = (*(f"step {step:,}" for step in comparison.steps), "difference")
     means = []
     for name, before, after in comparison.means:
@@ -303,13 +303,13 @@ def differences(comparison: Comparison, view: View) -> Markup:
 
 
 def word_link(word: str, view: View) -> Markup:
-    """A link to the samples of all steps that have a word."""
+    """Make a link to the samples of all steps that have a word."""
     text = f'"{word}"' if word[0].isalnum() else word
     return link(view.changed(q=text, all_steps=True, against=None, prompt=""), word, "all samples that have it")
 
 
 def side_by_side(samples: Samples, comparison: Comparison, draw: Drawing) -> Markup:
-    """The samples of each prompt at both steps."""
+    """Draw the samples of each prompt at both steps."""
     parts = []
     for sides in comparison.prompts:
         columns = []

@@ -2,7 +2,7 @@
 throughout training (`samples.jsonl`); nothing is written.
 
 The view is the query of the page's address, so a link opens the same one. The files are read in a background thread
-when the demo starts; what a running experiment has added since is read with the next view.
+when the demo starts; rows that a running experiment adds are read with the next view.
 """
 
 from __future__ import annotations
@@ -115,16 +115,16 @@ def view_inputs(labels: list[str]) -> tuple[list[Any], Any]:
 
 
 def view_at(query: str) -> View:
-    """The view of an address."""
+    """Return the view of a query."""
     return View.from_query(dict(parse_qsl(query)))
 
 
 def view_of(values: Sequence[Any]) -> View:
-    """The view of the inputs, in the order of `INPUTS`."""
-    given = {name: value for name, value in zip(INPUTS, values) if value is not None}
-    if given.pop("all", False) is True:
-        given["step"] = ALL
-    return View.from_query({k: f"{v:.0f}" if isinstance(v, float) else str(v) for k, v in given.items()})
+    """Return the view of the inputs, in the order of `INPUTS`."""
+    chosen = {name: value for name, value in zip(INPUTS, values) if value is not None}
+    if chosen.pop("all", False) is True:
+        chosen["step"] = ALL
+    return View.from_query({k: f"{v:.0f}" if isinstance(v, float) else str(v) for k, v in chosen.items()})
 
 
 class Rollouts:
@@ -136,7 +136,7 @@ class Rollouts:
         self.lock = threading.Lock()
 
     def paths(self) -> dict[str, Path]:
-        """The files of the runs that have logged samples, by label; of a run's two files the second one is held out."""
+        """Return the files of samples by label; `HELD_OUT` ends the label of answers to held-out prompts."""
         found = {
             label + suffix: Path(folder) / name
             for label, folder in self.backend.runs().items()
@@ -167,7 +167,7 @@ class Rollouts:
     def open(self, query: Mapping[str, str]) -> list[Any]:
         """Return the inputs for the view of an address, its HTML, its own query, and whether there are any runs.
 
-        Without a run in the address, it is what the last run learned from; without a colour, the first one logged.
+        The default run is the last one that learned from samples, the default colour the first one logged.
         """
         view, labels = View.from_query(query), list(self.paths())
         if not view.run and labels:
@@ -185,7 +185,7 @@ class Rollouts:
         return [run, step, *others, self.show(view), view.query(), gr.update(visible=bool(labels))]
 
     def show(self, view: View) -> str:
-        """HTML of a view."""
+        """Draw a view."""
         samples = self.samples(view)
         if samples is None:
             named = f"{view.run} has logged no samples, or is not served here; choose a run"

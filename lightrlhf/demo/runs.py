@@ -43,7 +43,7 @@ LONGEST = 200  # characters of an argument in a table
 
 
 class Line(NamedTuple):
-    """Runs that are drawn as one line: all of one setting, or one run."""
+    """Runs that are drawn as one line: all seeds of a setting, or a single run."""
 
     label: str
     runs: list[str]  # labels
@@ -51,7 +51,7 @@ class Line(NamedTuple):
 
 
 class Warned(NamedTuple):
-    """Steps in a row, first to last, at which the audit of a run warned, and reward and audit at the last of them."""
+    """A range of steps at which the audit of a run warned, with reward and audit at its last step."""
 
     run: str  # label
     name: str
@@ -63,7 +63,7 @@ class Warned(NamedTuple):
 
 # -------------------------------------------------------------------------------------------------------------- files
 def metrics(folder: str) -> dict[str, Column]:
-    """Metrics of a run by name; empty for one that has logged none."""
+    """Return the metrics of a run by name; empty if it has not logged any."""
     path = Path(folder) / "metrics.jsonl"
     return _metrics(path, path.stat().st_mtime_ns, path.stat().st_size) if path.is_file() else {}
 
@@ -74,13 +74,13 @@ def _metrics(path: Path, *written: int) -> dict[str, Column]:
 
 
 def last_samples(folder: str | None) -> tuple[list[Row], int]:
-    """The last `MAX_SAMPLES` answers to held-out prompts, oldest first, and how many there are."""
+    """Return the last `MAX_SAMPLES` answers to held-out prompts, oldest first, and the number of all."""
     found = rollout_file(Path(folder) / SAMPLES).refresh() if folder else None
     return [found.row(number) for number in range(len(found))[-MAX_SAMPLES:]] if found else [], len(found or ())
 
 
 def nearest_samples(folder: str, step: int) -> list[Row]:
-    """The first samples of the logged step that is nearest to `step`: of evaluations, else of training."""
+    """Return the first samples of the logged step nearest to `step`, of evaluations or else of training."""
     for name in (SAMPLES, FILE):
         if found := rollout_file(Path(folder) / name).refresh():
             steps = found.table["step"]
@@ -90,7 +90,7 @@ def nearest_samples(folder: str, step: int) -> list[Row]:
 
 
 def card(folder: str | None) -> str:
-    """The model card without its YAML header; empty if there is none."""
+    """Return the model card without its YAML header; empty if it does not exist."""
     path = Path(folder or "") / "README.md"
     text = path.read_text(encoding="utf-8") if folder and path.is_file() else ""
     return text.split("---\n", 2)[-1] if text.startswith("---\n") else text
@@ -98,7 +98,7 @@ def card(folder: str | None) -> str:
 
 # -------------------------------------------------------------------------------------------------------------- lines
 def lines_of(folders: Mapping[str, str], by_settings: bool) -> list[Line]:
-    """Lines of runs (folder by label): one of each setting over its seeds, or one of each run."""
+    """Group runs (folder by label) into lines: one line for each setting over its seeds, or one for each run."""
     if not by_settings:
         return [Line(label, [label], [metrics(folder)]) for label, folder in folders.items()]
     names = {folder: label for label, folder in folders.items()}
@@ -110,18 +110,18 @@ def lines_of(folders: Mapping[str, str], by_settings: bool) -> list[Line]:
 
 
 def curves(metric: str, lines: Sequence[Line]) -> dict[str, Curve]:
-    """The curve of a metric by the label of the line."""
+    """Return the curve of a metric by the label of the line."""
     return curves_of(metric, {line.label: line.seeds for line in lines})
 
 
 def metric_names(lines: Sequence[Line]) -> list[str]:
-    """Names of the metrics of any line, the usual ones first."""
+    """Return the names of the metrics of all lines, the usual ones first."""
     names = {name for line in lines for seed in line.seeds for name in seed}
     return [name for name in USUAL_METRICS if name in names] + sorted(names.difference(USUAL_METRICS))
 
 
 def locate_steps(axis: str, line: Line, steps: Steps) -> Floats | None:
-    """Places of steps on an axis, means over seeds: steps, tokens or hours of training; None where not logged.
+    """Convert steps to an axis: steps, or tokens or hours of training (means over seeds); None if not logged.
 
     A step that was not logged counts as much as the next logged one.
     """
@@ -136,7 +136,7 @@ def locate_steps(axis: str, line: Line, steps: Steps) -> Floats | None:
 
 
 def per_step(axis: str, run: Mapping[str, Column]) -> Column | None:
-    """Tokens trained on, padding not counted, or hours of rollout, scoring and update, of each logged step."""
+    """Return tokens trained on (without padding), or hours of rollout, scoring and update, at each logged step."""
     timed = [own for name, own in run.items() if name.startswith("time/") and not name.endswith("_per_second")]
     if timed and axis == "hours":
         spent = over_seeds(timed)
@@ -147,13 +147,13 @@ def per_step(axis: str, run: Mapping[str, Column]) -> Column | None:
     return column({int(step): speed[step] * seconds[step] for step in speed.keys() & seconds.keys()})
 
 
-def make_line(line: Line, found: Mapping[str, Curve], axis: str, told: Sequence[Warned]) -> Drawn | None:
+def make_line(line: Line, found: Mapping[str, Curve], axis: str, warnings: Sequence[Warned]) -> Drawn | None:
     """Make a line of the chart; None where it has no values of the metric, or none on the axis."""
     curve = found.get(line.label)
     places = locate_steps(axis, line, curve.steps) if curve else None
     if curve is None or places is None:
         return None
-    edges = np.array([[each.first, each.last] for each in told if each.run in line.runs], np.int64)
+    edges = np.array([[each.first, each.last] for each in warnings if each.run in line.runs], np.int64)
     ranges = locate_steps(axis, line, edges.flatten())
     assert ranges is not None  # as of the curve
     ranges = ranges.clip(places[0], places[-1])
@@ -161,7 +161,7 @@ def make_line(line: Line, found: Mapping[str, Curve], axis: str, told: Sequence[
 
 
 def value_rows(found: Mapping[str, Curve]) -> list[list[Any]]:
-    """Rows of a table: step, and the value of each curve there; at most `MAX_ROWS`, first and last step among them."""
+    """Return rows of a table: a step and the value of each curve; at most `MAX_ROWS`, with first and last step."""
     steps = sorted({step for curve in found.values() for step in curve.steps.tolist()})
     kept = np.unique(np.linspace(0, len(steps) - 1, MAX_ROWS).round().astype(int)).tolist() if steps else []
     texts = []
@@ -172,7 +172,7 @@ def value_rows(found: Mapping[str, Curve]) -> list[list[Any]]:
 
 
 def final_values(metric: str, found: Mapping[str, Curve]) -> list[list[Any]]:
-    """Rows of a table: line, seeds, first, last, standard error of the last, best and its step.
+    """Return rows of a table: line, seeds, first, last, standard error of the last, best and its step.
 
     The best is left open where the name does not say whether lower or higher values are better.
     """
@@ -194,13 +194,13 @@ def final_values(metric: str, found: Mapping[str, Curve]) -> list[list[Any]]:
 
 
 def number(value: float) -> str:
-    """A number with four significant digits."""
+    """Format a number with four significant digits."""
     return f"{value:.4g}"
 
 
 # ----------------------------------------------------------------------------------------------- audit and arguments
 def find_warnings(label: str, folder: str) -> list[Warned]:
-    """The ranges of steps at which the audit of a run warned (see `lightrlhf.rewards.audit`)."""
+    """Return the ranges of steps at which the audit of a run warned (see `lightrlhf.rewards.audit`)."""
     run = metrics(folder)
     if "audit/warning" not in run:
         return []
@@ -214,7 +214,7 @@ def find_warnings(label: str, folder: str) -> list[Warned]:
 
 
 def warning_line(found: Warned) -> str:
-    """A range on one line."""
+    """Describe a warning on one line."""
     steps = f"step {found.first}" if found.first == found.last else f"steps {found.first} to {found.last}"
     if found.score is None or found.audit is None:
         return f"{found.name}: {steps}"
@@ -222,13 +222,13 @@ def warning_line(found: Warned) -> str:
 
 
 def name_run(label: str, folder: str) -> str:
-    """A run by its label and seed."""
+    """Name a run by its label and seed."""
     seed = read_arg(folder, "seed")
     return label if seed is None else f"{label}, seed {seed}"
 
 
 def argument_table(folders: Mapping[str, str]) -> tuple[list[str], list[list[str]]]:
-    """Headers and rows: each argument in which the runs (folder by label) differ, and its values; times left out."""
+    """Return headers and rows: the arguments in which runs (folder by label) differ, without times."""
     found = differences([read_args(folder) for folder in folders.values()])
     rows = [
         [key, *(str(value)[:LONGEST] for value in values)] for key, values in found.items() if key not in NO_ARGUMENTS

@@ -101,18 +101,18 @@ def chart_inputs(names: list[str]) -> tuple[list[Any], Any, Any]:
 def views_of(
     folders: Mapping[str, str], by_settings: bool, metric: str | None, axis: str, smoothing: float
 ) -> tuple[list[str], str | None, str, str, str, str, str]:
-    """Names of the metrics that runs have logged, the one that is shown, and HTML: its chart, warnings and tables."""
+    """Return the names of the logged metrics, the shown one, and HTML: its chart, warnings and tables."""
     lines = runs.lines_of(folders, by_settings)
     names = runs.metric_names(lines)
     metric = metric if metric in names else next(iter(usual_metrics(set(names))), None)
     found, name = runs.curves(metric, lines) if metric else {}, metric or "no metric"
-    told = [each for label, folder in folders.items() for each in runs.find_warnings(label, folder)]
-    drawn = [line for line in (runs.make_line(line, found, axis, told) for line in lines) if line]
+    warnings = [each for label, folder in folders.items() for each in runs.find_warnings(label, folder)]
+    drawn = [line for line in (runs.make_line(line, found, axis, warnings) for line in lines) if line]
     return (
         names,
         metric,
         chart(metric or "", axis, drawn, max(1, min(int(smoothing), MAX_SMOOTHING))),
-        warnings_html(told),
+        warnings_html(warnings),
         scrolling_table(FINAL, runs.final_values(metric or "", found), f"Values of {name}"),
         scrolling_table(["step", *found], runs.value_rows(found), f"{name} by step, as logged"),
         scrolling_table(*runs.argument_table(folders), "Arguments in which the runs differ"),
@@ -124,7 +124,7 @@ def beside_html(*content: Markup) -> Markup:
 
 
 def samples_html(label: str, folder: str, step: int) -> Markup:
-    """The samples of a run that were logged nearest a step, and a link to the rollouts there."""
+    """Draw the samples of a run that were logged nearest to a step, and a link to the rollouts there."""
     found, title = runs.nearest_samples(folder, step), runs.name_run(label, folder)
     if not found:
         return tag("h2", title) + tag("p", "This run has logged no samples.", class_="hint")
@@ -140,7 +140,7 @@ def samples_html(label: str, folder: str, step: int) -> Markup:
 
 
 def samples_table(folder: str | None) -> Markup:
-    """The samples of a run, the last `MAX_SAMPLES` of them."""
+    """Draw a table of the last samples of a run."""
     found, count = runs.last_samples(folder)
     caption = f"The last {len(found)} of {count} samples" if count > len(found) else f"{count} samples"
     rows = [[row["step"], row["prompt"], row["response"], formatted(row.get("score"))] for row in found]
@@ -148,15 +148,15 @@ def samples_table(folder: str | None) -> Markup:
 
 
 def scrolling_table(headers: Sequence[str], rows: Sequence[Sequence[Any]], caption: str) -> Markup:
-    """A table in a part of the page that scrolls by itself."""
+    """Draw a table that scrolls by itself."""
     table, look = table_as_html(headers, rows, caption), {"class_": "scroller", "tabindex": 0, "role": "region"}
     return tag("div", table, aria_label=caption, **look)
 
 
-def warnings_html(told: Sequence[runs.Warned]) -> Markup:
-    """A line for each range of steps at which an audit warned; empty without."""
-    if not told:
+def warnings_html(warnings: Sequence[runs.Warned]) -> Markup:
+    """Draw a line for each range of steps at which an audit warned; empty without warnings."""
+    if not warnings:
         return Markup()
     title = "The audit warned that the policy may exploit the reward; read the samples of these steps:"
-    lines = tag("ul", *(tag("li", runs.warning_line(each)) for each in told))
+    lines = tag("ul", *(tag("li", runs.warning_line(each)) for each in warnings))
     return tag("div", tag("p", title), lines, class_="warnings", role="note")

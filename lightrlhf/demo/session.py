@@ -47,7 +47,7 @@ MAX_SIDE_BY_SIDE = 4
 MAX_MODELS = 4  # in memory; the least recently used one is unloaded first
 SLIDERS = ("max_new_tokens", "do_sample", "temperature", "top_k", "top_p")
 AS_TRAINED = "as trained"
-STARTERS = (  # for a model without data of its own
+STARTERS = (  # for a model without data
     "Explain in two sentences why the sky is blue.",
     "Write a short, polite answer to a guest who waited too long.",
     "What is 17 times 24? Think step by step.",
@@ -69,7 +69,7 @@ class DemoBackend:
 
     @classmethod
     def open(cls, args: DemoArgs) -> DemoBackend:
-        """Backend of the flags. Raises: UsageError when an experiment dir has a reward model or is not one."""
+        """Open the backend of the flags. Raises: UsageError when an experiment dir has a reward model or is not one."""
         check_args(args, DemoArgs)
         model_args = FrozenArgs(
             trust_remote_code=args.trust_remote_code,
@@ -99,7 +99,7 @@ class DemoBackend:
         return dataclasses.replace(self.args, **values | whole)
 
     def stored_settings(self, label: str) -> list[Any]:
-        """Values of `SLIDERS` that an experiment was trained with. Raises: UsageError when it has none."""
+        """Return the `SLIDERS` that an experiment was trained with. Raises: UsageError when it did not sample."""
         experiment = self.cache.experiment(label)
         values = {name: read_arg(experiment, name) for name in SLIDERS}
         if values["do_sample"] is None:  # not a flag of programs that always sample
@@ -109,7 +109,7 @@ class DemoBackend:
         return list(values.values())
 
     def prompts(self, label: str, split: str) -> list[list[int]]:
-        """Token ids of a split's prompts. Raises: UsageError when the data is missing."""
+        """Return the token ids of a split's prompts. Raises: UsageError when the data is missing."""
         key = self._data(label), split
         if key not in self.prompt_ids:
             rows = load_prompts(*key, self.args.verify)
@@ -155,7 +155,7 @@ class DemoBackend:
 
     # ------------------------------------------------------------------------------------------------------- scores
     def scorer(self) -> GroupScorer | None:
-        """The reward model; None if there is none. Raises: UsageError when it cannot be loaded."""
+        """Load the reward model; None without one. Raises: UsageError when it cannot be loaded."""
         with self.lock:
             if self.loaded_scorer is None and (name := self.reward_model()):
                 trust = self.args.trust_remote_code
@@ -163,22 +163,22 @@ class DemoBackend:
             return self.loaded_scorer
 
     def reward_model(self) -> str | None:
-        """`--rm_experiment_dir`, else the last experiment's whose reward model exists."""
+        """Return `--rm_experiment_dir`, else the reward model of the last experiment that has one."""
         stored_names = [locate(folder, "rm_experiment_dir") for folder in reversed(self.args.model_name)]
         found = (name for name in stored_names if name and Path(name).is_dir())
         return self.args.rm_experiment_dir or next(found, None)
 
     def measure(self, label: str, answer: Answer, temperature: float) -> Measures | None:
-        """Log-probabilities of an answer under its model and the reference; None without a reference."""
+        """Compute the log-probabilities of an answer under its model and the reference; None without a reference."""
         reference = self.cache.reference(label)
         return None if reference is None else models.measure(self.cache.model(label), reference, answer, temperature)
 
     # ---------------------------------------------------------------------------------------------------------- chat
     def reply(self, turns: list[Turn], label: str, system: str, seed: float, *sliders: Any) -> Iterator[list[Turn]]:
-        """Streams the dialogue with a new answer to the last user turn; replaces an existing answer.
+        """Stream the dialogue with a new answer to the last user turn, in place of an existing answer.
 
-        It begins with a turn that says what the user waits for. Where the answer fails, the last value is the dialogue
-        as it was.
+        The first value has a pending answer with the reason to wait. If the answer fails, the last value is the
+        dialogue as it was.
         """
         index = next((i for i in reversed(range(len(turns))) if turns[i]["role"] == "user"), None)
         if index is None:
@@ -199,11 +199,11 @@ class DemoBackend:
             raise
 
     def waits_for(self, label: str) -> str:
-        """What an answer of a model waits for. Raises: UsageError when the model is gone."""
+        """Say why an answer is pending. Raises: UsageError when the model no longer exists."""
         return "Answering …" if self.cache.is_loaded(label) else f"Loading {label} …"
 
     def score_last(self, turns: list[Turn], temperature: float) -> list[Turn]:
-        """The dialogue with reward, KL and length of its last answer."""
+        """Add reward, KL and length to the last answer."""
         if not turns or "answer" not in turns[-1]:
             return turns
         last = turns[-1]
@@ -213,9 +213,9 @@ class DemoBackend:
         return [*turns[:-1], {**last, "measures": measures, "scores": scores_of(last["answer"], reward, measures)}]
 
     def with_tokens(self, turns: list[Turn], index: Any, macro_length: str) -> list[Turn]:
-        """The dialogue with an answer's tokens in place of its text, or the text again.
+        """Show an answer's tokens in place of its text, or the text again.
 
-        Raises: UsageError when the turn is no scored answer, or its model has no reference.
+        Raises: UsageError when the turn is not a scored answer, or its model has no reference.
         """
         turn = dict(turn_at(turns, index))
         if turn.pop("tokens", None) is None:
@@ -223,7 +223,7 @@ class DemoBackend:
         return [*turns[:index], turn, *turns[index + 1 :]]
 
     def tokens(self, turn: Turn, macro_length: str) -> str:
-        """Tokens of an answer as HTML. Raises: UsageError when it is none or its model has no reference model."""
+        """Draw the tokens of an answer. Raises: UsageError when it is not scored or its model has no reference."""
         if "scores" not in turn:
             raise UsageError("only a finished answer has tokens; send a message first")
         label, measures = turn["label"], turn["measures"]
@@ -238,7 +238,7 @@ class DemoBackend:
     def side_by_side(
         self, names: Sequence[str], prompt: str | Messages, system: str, seed: float, *sliders: Any
     ) -> Iterator[tuple[list[str], list[Scores]]]:
-        """Streams the answers of several models to one prompt: their texts, and their scores only at the end."""
+        """Stream the answers of several models to one prompt: their texts, and at the end their scores."""
         names = names if isinstance(names, list) else []
         if not 2 <= len(names) <= MAX_SIDE_BY_SIDE:
             raise UsageError(f"choose 2 to {MAX_SIDE_BY_SIDE} models, not {len(names)}")
@@ -259,7 +259,7 @@ class DemoBackend:
 
     # ------------------------------------------------------------------------------------------------- compare blind
     def next_pair(self, one: str, other: str, rater: str) -> dict[str, Any]:
-        """The next two answers for this rater, in random order: a vote without verdict, comment and time.
+        """Sample the next two answers for this rater, in random order: a vote without verdict, comment and time.
 
         Raises: UsageError when no pair is left, without a rater, or unless the models differ.
         """
@@ -294,7 +294,7 @@ class DemoBackend:
         return self._append({**pair, "verdict": verdict, "comment": clean_text("comment", comment).strip()})
 
     def withdraw(self, pair: dict[str, Any] | None) -> None:
-        """Take a vote back, so that the rater may vote on the pair again. Raises: UsageError when there is none."""
+        """Take a vote back, so that the rater may vote on the pair again. Raises: UsageError when there is no vote."""
         if not pair or not self._append({**pair, "verdict": WITHDRAWN}):
             raise UsageError("there is no vote to undo")
 
@@ -302,7 +302,7 @@ class DemoBackend:
         return append_vote(self.votes_file, {**vote, "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())})
 
     def vote_table(self) -> tuple[list[list[Any]], str]:
-        """Rows of the tally, and a sentence with the number of votes and the agreement of raters."""
+        """Return rows of the tally, and a sentence with the number of votes and the agreement of raters."""
         votes = read_votes(self.votes_file)
         rows = []
         for row in tally(votes):
@@ -319,14 +319,14 @@ class DemoBackend:
 
     # ---------------------------------------------------------------------------------------------------------- runs
     def runs(self) -> dict[str, str]:
-        """Experiment dirs by label, with the reward model's."""
+        """Return experiment dirs by label, the reward model's among them."""
         reward_model = self.reward_model()
         folders = [*self.args.model_name, *([reward_model] if reward_model else [])]
         return {label: folder for label, folder in labels(folders).items() if (Path(folder) / "args.json").is_file()}
 
 
 def throttle(values: Iterator[T]) -> Iterator[T]:
-    """The first and the last value, and in between at most one per `UPDATE_SECONDS`: browsers show no more."""
+    """Yield the first and the last value, and in between at most one per `UPDATE_SECONDS`."""
     last_time = 0.0
     skipped: list[T] = []
     for value in values:
@@ -338,7 +338,7 @@ def throttle(values: Iterator[T]) -> Iterator[T]:
 
 
 def interleave(streams: Sequence[Iterator[Answer]]) -> Iterator[list[Answer | None]]:
-    """Round robin over streams: the latest answer of each, after another token of all that have not ended."""
+    """Yield the latest answers of all streams, each time one token further."""
     latest: list[Answer | None] = [None] * len(streams)
     for answers in itertools.zip_longest(*streams):
         latest = [new or old for new, old in zip(answers, latest)]
@@ -348,7 +348,7 @@ def interleave(streams: Sequence[Iterator[Answer]]) -> Iterator[list[Answer | No
 def next_index(
     count: int, votes: Sequence[dict[str, Any]], models: Sequence[str], rater: str, overlap: float, seed: int
 ) -> int | None:
-    """Index of the next prompt for a rater, None if none is left.
+    """Return the index of the next prompt for a rater; None when all are done.
 
     In a seeded random order, the share `overlap` of prompts is shown to every rater, and each other prompt to the first
     rater who gets to it. Prompts that this rater has voted on are skipped.
@@ -364,7 +364,7 @@ def next_index(
 
 
 def check_system(tokenizer: PreTrainedTokenizerBase, prompt: str | Messages, label: str) -> None:
-    """Raises: UsageError when a chat template writes the system message of a prompt as if the model had said it."""
+    """Raise UsageError when a chat template writes the system message of a prompt as an answer of the model."""
     if isinstance(prompt, str) or prompt[0]["role"] != "system":
         return
     try:
@@ -376,7 +376,7 @@ def check_system(tokenizer: PreTrainedTokenizerBase, prompt: str | Messages, lab
 
 
 def scores_of(answer: Answer, reward: float | None, measures: Measures | None) -> Scores:
-    """Reward, KL and length of an answer, as shown below it."""
+    """Format reward, KL and length of an answer."""
     parts = [("reward", f"{reward:.2f}")] if reward is not None else []
     parts += [("KL", f"{measures.kl:.2f}")] if measures else []
     return [*parts, ("", f"{len(answer.ids)} tokens" + (", truncated" if answer.truncated else ""))]

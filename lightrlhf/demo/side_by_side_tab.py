@@ -15,7 +15,7 @@ from lightrlhf.demo.markup import cards_as_html, welcome
 from lightrlhf.demo.session import MAX_SIDE_BY_SIDE, DemoBackend
 from lightrlhf.rewards.encoding import Messages
 
-EMPTY = welcome("One prompt, several models", told="The answers appear here, with their scores.")
+EMPTY = welcome("One prompt, several models", hint="The answers appear here, with their scores.")
 
 
 def side_by_side_tab(backend: DemoBackend) -> Any:

@@ -55,7 +55,7 @@ def append_vote(path: str | Path, vote: Vote) -> bool:
             complete = content.rfind(b"\n") + 1
             if complete < len(content) and not _is_json(content[complete:]):  # the last row of a killed server
                 if not content[complete:].startswith(b"{"):
-                    raise UsageError(f"{path} ends with a line that is no vote; name another file")
+                    raise UsageError(f"{path} ends with a line that is not a vote; name another file")
                 file.truncate(complete)
             elif complete < len(content):  # written by others, without an end of line
                 append_whole(file, b"\n")
@@ -69,7 +69,7 @@ def append_vote(path: str | Path, vote: Vote) -> bool:
 
 
 def read_votes(path: str | Path) -> list[Vote]:
-    """The votes of a file that stand, one per rater and pair; an incomplete last line is ignored.
+    """Return the valid votes of a file, one per rater and pair; an incomplete last line is ignored.
 
     Returns no votes if the file does not exist. Raises: UsageError naming file and row when a row is not a vote.
     """

@@ -36,7 +36,7 @@ def test_later_turns_do_not_get_the_thinking():
 def test_every_text_is_escaped():
     turns = [user_turn(EVIL, EVIL), {"role": "assistant", "content": f"<think>{EVIL}</think>{EVIL}", "label": EVIL}]
     turns += [{"role": "assistant", "content": "", "label": EVIL, "pending": EVIL, "scores": [(EVIL, EVIL)]}]
-    shown = [dialogue_as_html(turns), dialogue_as_html([], EVIL, [EVIL]), welcome(EVIL, told=EVIL)]
+    shown = [dialogue_as_html(turns), dialogue_as_html([], EVIL, [EVIL]), welcome(EVIL, hint=EVIL)]
     shown += [cards_as_html([EVIL], [EVIL], [[(EVIL, EVIL)]]), table_as_html([EVIL], [[EVIL]], EVIL)]
     for html in shown:
         assert "<img" not in html and html.count(ESCAPED) >= 2
