@@ -20,7 +20,8 @@ BUTTONS = {"Regenerate": "needs-answer", "Test prompt": "", "Clear": "needs-answ
 def chat_tab(backend: DemoBackend) -> Any:
     """Build the tab; returns its model dropdown."""
     chat, turns, first = Chat(backend), gr.State([]), backend.cache.labels()[-1]
-    tab = Workplace(backend, ("dialogue", chat.draw([], first)), "Send", BUTTONS, value=first, label="Model")
+    window = "dialogue", chat.draw([], first)
+    tab = Workplace(backend, window, ("Send", 90), BUTTONS, value=first, label="Model")
     regenerate, load_prompt, clear = tab.buttons
     with tab.settings:
         load_settings = gr.Button("As the model was trained", size="sm")

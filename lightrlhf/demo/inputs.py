@@ -69,11 +69,17 @@ class Workplace:
     """A window for answers with a message box below it, and a model and settings at its side.
 
     window: id and HTML of the window, whose buttons `assets/page.js` handles: they trigger events with the number of
-    their turn. buttons: captions below the message box, with their CSS class. model: settings of the models' dropdown.
+    their turn. send: caption and width of the button. buttons: captions below the message box, with their CSS class.
+    model: settings of the models' dropdown.
     """
 
     def __init__(
-        self, backend: DemoBackend, window: tuple[str, str], send: str, buttons: Mapping[str, str], **model: Any
+        self,
+        backend: DemoBackend,
+        window: tuple[str, str],
+        send: tuple[str, int],
+        buttons: Mapping[str, str],
+        **model: Any,
     ) -> None:
         names = backend.cache.labels()
         form = backend.form(names[-1])
@@ -84,8 +90,8 @@ class Workplace:
                 with gr.Row(elem_classes="composer"):
                     with gr.Column(scale=1, min_width=120):
                         self.message = message_inputs(form)
-                    wide = {"variant": "primary", "min_width": 90, "scale": 0}
-                    self.send = gr.Button(send, elem_classes="send", **wide)
+                    wide = {"variant": "primary", "min_width": send[1], "scale": 0}
+                    self.send = gr.Button(send[0], elem_classes="send", **wide)
                     self.stop = gr.Button("Stop", elem_classes="stop", **wide)
                 with gr.Row(elem_classes="below-composer"):
                     self.hint = make_html(elem_classes="hint")

@@ -22,7 +22,7 @@ def side_by_side_tab(backend: DemoBackend) -> Any:
     """Build the tab; returns its model dropdown."""
     models = {"value": backend.cache.newest()[-MAX_SIDE_BY_SIDE:], "label": f"Models (2 to {MAX_SIDE_BY_SIDE})"}
     buttons = {"Example prompt": "", "Test prompt": ""}
-    tab = Workplace(backend, ("answers", EMPTY), "Send to all", buttons, multiselect=True, **models)
+    tab = Workplace(backend, ("answers", EMPTY), ("Send to all", 110), buttons, multiselect=True, **models)
 
     def answer(names: list[str], system: str, seed: float, form: str, *values: Any) -> Iterator[tuple[Any, ...]]:
         fields, sliders = values[: len(tab.message)], values[len(tab.message) :]
