@@ -211,24 +211,15 @@ def stream_answer(model: LoadedModel, prompt: str | Messages, args: DecodingArgs
 
 def measure(model: LoadedModel, reference: LoadedModel, answer: Answer, temperature: float) -> Measures:
     """Compute the log-probabilities of an answer under the model and its reference."""
-    cpu_batch = response_batch([answer.prompt_ids], [answer.ids], model.tokenizer.pad_token_id)
-    batch = cpu_batch.to(next(model.policy.model.parameters()).device)
-    logprobs = []
+    batch, logprobs = response_batch([answer.prompt_ids], [answer.ids], model.tokenizer.pad_token_id), []
     for scored in (model, reference):
+        on_device = batch.to(next(model.policy.model.parameters()).device)
         with scored.lock:
-            logprobs.append(score_logprobs(scored.policy, batch, temperature, 1).cpu())  # (1, T-1)
-    rollout = Rollout(
-        input_ids=cpu_batch.input_ids,
-        attention_mask=cpu_batch.attention_mask,
-        action_mask=cpu_batch.action_mask,
-        group=torch.zeros(1, dtype=torch.int64),
-        prompt_len=torch.tensor([len(answer.prompt_ids)]),
-        truncated=torch.tensor([answer.truncated]),
-        logprobs=logprobs[0],
-        ref_logprobs=logprobs[1],
-        tokenizer=model.tokenizer,
-    )
-    return Measures(rollout, (logprobs[0] - logprobs[1])[cpu_batch.action_mask].tolist())
+            logprobs.append(score_logprobs(scored.policy, on_device, temperature, 1).cpu())  # (1, T-1)
+    sampled = {"prompt_len": torch.tensor([len(answer.prompt_ids)]), "truncated": torch.tensor([answer.truncated])}
+    sampled |= {"group": torch.zeros(1, dtype=torch.int64), "logprobs": logprobs[0], "ref_logprobs": logprobs[1]}
+    rollout = batch.extend(Rollout, **sampled, tokenizer=model.tokenizer)
+    return Measures(rollout, (logprobs[0] - logprobs[1])[batch.action_mask].tolist())
 
 
 def rewards(scorer: GroupScorer | None, answers: Sequence[Answer]) -> list[float | None]:

@@ -11,6 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 from urllib.parse import urlencode
 
 import numpy as np
@@ -60,28 +61,16 @@ class View:
     @classmethod
     def from_query(cls, query: Mapping[str, str]) -> View:
         """Parse the query of an address; a value that does not exist is ignored."""
-        query = {name: value.encode("utf-8", "replace").decode() for name, value in query.items()}
-
-        def integer(name: str) -> int | None:
-            digits = query.get(name, "")
-            return int(digits) if digits.isdecimal() and len(digits) < 16 else None
-
-        def one_of(name: str, values: Sequence[str]) -> str:
-            return query[name] if query.get(name) in values else values[0]
-
-        return cls(
-            run=query.get("run", ""),
-            step=integer("step"),
-            all_steps=query.get("step") == ALL,
-            against=integer("against"),
-            prompt=query.get("prompt", ""),
-            sort=one_of("sort", tuple(SORTS)),
-            order=one_of("order", ORDERS),
-            colour=one_of("colour", tuple(COLOURS)),
-            q=query.get("q", "").strip()[:LONGEST_TEXT],
-            page=max(integer("page") or 1, 1),
-            sample=integer("sample"),
-        )
+        texts = {name: value.encode("utf-8", "replace").decode() for name, value in query.items()}
+        values: dict[str, Any] = {name: texts[name] for name in ("run", "prompt") if name in texts}
+        for name in ("step", "against", "page", "sample"):
+            if (digits := texts.get(name, "")).isdecimal() and len(digits) < 16:
+                values[name] = int(digits)
+        for name, allowed in (("sort", SORTS), ("order", ORDERS), ("colour", COLOURS)):
+            if texts.get(name) in allowed:
+                values[name] = texts[name]
+        values["page"] = max(values.get("page", 1), 1)
+        return cls(**values, all_steps=texts.get("step") == ALL, q=texts.get("q", "").strip()[:LONGEST_TEXT])
 
     def query(self) -> str:
         """Return the query of this view: the values that differ from the defaults."""
