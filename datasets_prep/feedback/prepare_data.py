@@ -19,7 +19,7 @@ from typing import Any
 from datasets_prep.common import Dropped, PrepareArgs, prepare
 from lightrlhf.cli.errors import one_line_errors
 from lightrlhf.cli.parser import parse
-from lightrlhf.demo.votes import Vote, preferred, read_votes, sides, winner
+from lightrlhf.demo.votes import Vote, majority, read_votes, sides, winner
 
 STAGES = ("finetune", "preference", "prompts")
 
@@ -62,7 +62,7 @@ def rows(files: list[Path]) -> Iterator[dict[str, Any] | Dropped]:
 def row_of(votes: list[Vote]) -> dict[str, Any] | Dropped:
     """The row of all votes on one pair."""
     source, cast = votes[0]["source"], [vote for vote in votes if vote["verdict"] != "skip"]
-    best = preferred(cast)
+    best = majority(cast)
     cut = any(votes[0].get("cut", []))
     if best is None or cut:
         winners = {winner(vote) for vote in cast}

@@ -250,8 +250,8 @@ def macro_segments(experiment: str, measures: Measures, ngram: int | None = None
     return segments[rollout.action_mask].tolist()
 
 
-def formatted(value: float | None) -> str:
-    """A number in a table."""
+def format_score(value: float | None) -> str:
+    """Format a number of a table."""
     return "–" if value is None else f"{value:.2f}"
 
 

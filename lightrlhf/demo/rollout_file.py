@@ -194,8 +194,8 @@ def summarize(row: Any) -> tuple[str, str, dict[str, float]]:
     prompt, response, step = row.get("prompt"), row.get("response"), row.get("step")
     if not isinstance(prompt, str) or not isinstance(response, str) or not isinstance(step, int) or abs(step) >= 2**53:
         raise NotASample("is not a sample: step, prompt or response is missing")
-    mask, rewards = mask_of(row), row.get("rewards")
-    log_ratios, advantages, values = (sampled(row.get(name), mask) for name in ("log_ratio", "advantages", "values"))
+    mask, rewards, names = mask_of(row), row.get("rewards"), ("log_ratio", "advantages", "values")
+    log_ratios, advantages, values = (sampled_numbers(row.get(name), mask) for name in names)
     numbers = {name: number(row.get(name)) for name in ("version", "score", "audit", "truncated")}
     numbers |= {
         "step": step,
@@ -226,7 +226,7 @@ def by_token(values: Any, mask: Sequence[int]) -> list[float | None] | None:
     return [None if math.isnan(value) else value for value in map(number, values)]
 
 
-def sampled(values: Any, mask: Sequence[int]) -> list[float]:
+def sampled_numbers(values: Any, mask: Sequence[int]) -> list[float]:
     """Return the numbers of the tokens that the policy sampled."""
     if not isinstance(values, list) or len(values) != len(mask):
         return []

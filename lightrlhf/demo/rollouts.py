@@ -79,7 +79,7 @@ class View:
             values["step"] = ALL
         return urlencode({"tab": "rollouts", **values})
 
-    def changed(self, **changes: object) -> View:
+    def change(self, **changes: object) -> View:
         """Return another view, on its first page."""
         return dataclasses.replace(self, **({"page": 1, "sample": None} | changes))  # type: ignore[arg-type]
 

@@ -17,7 +17,7 @@ from markupsafe import Markup
 
 from lightrlhf.demo import rollouts
 from lightrlhf.demo.markup import DEEPEST_COLOUR, STRONGEST, badge, join, plain, table_as_html, tag, token_as_html
-from lightrlhf.demo.rollout_file import Row, Samples, by_token, mask_of, number, prompt_key, sampled
+from lightrlhf.demo.rollout_file import Row, Samples, by_token, mask_of, number, prompt_key, sampled_numbers
 from lightrlhf.demo.rollouts import COLOURS, GROUPS_A_PAGE, LEAST_CHANGE, Comparison, Selection, View
 from lightrlhf.programs import TRAINING, Program
 
@@ -121,19 +121,19 @@ def heading(samples: Samples, selection: Selection) -> Markup | str:
     if selection.found is not None:
         quoted = view.q if view.q.startswith('"') else f"“{view.q}”"
         text = f"{selection.found.sum():,} of the run's {len(samples):,} samples have {quoted} "
-        more = [] if view.all_steps else [link(view.changed(all_steps=True, against=None), "show them all"), " "]
-        parts.append(join([text, *more, link(view.changed(q=""), "clear")]))
+        more = [] if view.all_steps else [link(view.change(all_steps=True, against=None), "show them all"), " "]
+        parts.append(join([text, *more, link(view.change(q=""), "clear")]))
     if not view.all_steps:
-        parts += [link(view.changed(step=steps[place - 1]), "previous step")] if place else []
-        parts += [link(view.changed(step=step), "next step") for step in steps[place + 1 : place + 2]]
+        parts += [link(view.change(step=steps[place - 1]), "previous step")] if place else []
+        parts += [link(view.change(step=step), "next step") for step in steps[place + 1 : place + 2]]
         if view.against is not None:
-            parts.append(link(view.changed(against=None), "end comparison"))
+            parts.append(link(view.change(against=None), "end comparison"))
         elif len(steps) > 1:
             first = steps[0] if place else steps[-1]
-            parts.append(link(view.changed(against=first), f"compare with step {first:,}"))
+            parts.append(link(view.change(against=first), f"compare with step {first:,}"))
     if view.prompt:
         text = f"one prompt at {len(steps):,} steps "
-        parts.append(join([text, link(view.changed(prompt=""), "show all prompts")]))
+        parts.append(join([text, link(view.change(prompt=""), "show all prompts")]))
     return where([*parts, link(view, "link to this view")], role="status")
 
 
@@ -141,8 +141,8 @@ def pager(view: View, count: int, things: str) -> Markup:
     """Draw links to the previous and the next page."""
     pages, last = rollouts.count_pages(count), view.page * GROUPS_A_PAGE
     parts: list[Any] = [f"{things} {last - GROUPS_A_PAGE + 1:,} to {min(last, count):,} of {count:,}"]
-    parts += [link(view.changed(page=view.page - 1), "previous page")] if view.page > 1 else []
-    parts += [link(view.changed(page=view.page + 1), "next page")] if view.page < pages else []
+    parts += [link(view.change(page=view.page - 1), "previous page")] if view.page > 1 else []
+    parts += [link(view.change(page=view.page + 1), "next page")] if view.page < pages else []
     return where(parts) if pages > 1 else Markup()
 
 
@@ -239,7 +239,7 @@ def group_as_html(samples: Samples, numbers: Sequence[int], draw: Drawing, most:
     text = f"step {step:,} · " if view.all_steps else ""
     text += f"{len(numbers):,} samples" if len(numbers) > 1 else "1 sample"
     text += f", the first {most} shown" if len(numbers) > most else ""
-    same = view.changed(step=step, all_steps=False, prompt=prompt_key(prompt), q="", against=None)
+    same = view.change(step=step, all_steps=False, prompt=prompt_key(prompt), q="", against=None)
     through = [] if view.prompt else [" · ", link(same, "this prompt through training")]
     shown = (sample_as_html(place, row, draw) for place, row in zip(numbers, rows))
     return tag("section", tag("header", text, *through), prompt_as_html(prompt), *shown, class_="group")
@@ -255,7 +255,7 @@ def prompt_as_html(prompt: str) -> Markup:
 def sample_as_html(place: int, row: Row, draw: Drawing) -> Markup:
     """Draw a sample: its numbers as badges, its response below."""
     mask, view = mask_of(row), draw.view
-    ratios, advantages = sampled(row.get("log_ratio"), mask), sampled(row.get("advantages"), mask)
+    ratios, advantages = sampled_numbers(row.get("log_ratio"), mask), sampled_numbers(row.get("advantages"), mask)
     score, audit, version = (number(row.get(name)) for name in ("score", "audit", "version"))
     badges = [badge("reward", "not scored" if math.isnan(score) else short(score), class_="main")]
     rewards = row.get("rewards")
@@ -305,7 +305,7 @@ def differences(comparison: Comparison, view: View) -> Markup:
 def word_link(word: str, view: View) -> Markup:
     """Make a link to the samples of all steps that have a word."""
     text = f'"{word}"' if word[0].isalnum() else word
-    return link(view.changed(q=text, all_steps=True, against=None, prompt=""), word, "all samples that have it")
+    return link(view.change(q=text, all_steps=True, against=None, prompt=""), word, "all samples that have it")
 
 
 def side_by_side(samples: Samples, comparison: Comparison, draw: Drawing) -> Markup:

@@ -14,7 +14,7 @@ import numpy as np
 
 from lightrlhf.cli.groups.evaluation import best_metric
 from lightrlhf.demo.chart import Drawn
-from lightrlhf.demo.models import formatted
+from lightrlhf.demo.models import format_score
 from lightrlhf.demo.rollout_file import Row, rollout_file
 from lightrlhf.storage.curves import (
     Column,
@@ -184,8 +184,8 @@ def final_values(metric: str, found: Mapping[str, Curve]) -> list[list[Any]]:
     rows = []
     for label, curve in found.items():
         ends = [number(curve.means[0]), number(curve.means[-1])]
-        error = number(curve.errors[-1]) if curve.seeds[-1] > 1 else formatted(None)
-        best: list[Any] = [formatted(None)] * 2
+        error = number(curve.errors[-1]) if curve.seeds[-1] > 1 else format_score(None)
+        best: list[Any] = [format_score(None)] * 2
         if find_best is not None:
             place = find_best(curve.means)
             best = [number(curve.means[place]), int(curve.steps[place])]

@@ -19,7 +19,7 @@ from lightrlhf.demo import runs
 from lightrlhf.demo.chart import chart
 from lightrlhf.demo.inputs import PRIVATE, event_values, make_html
 from lightrlhf.demo.markup import join, scores_as_html, table_as_html, tag
-from lightrlhf.demo.models import formatted
+from lightrlhf.demo.models import format_score
 from lightrlhf.demo.session import DemoBackend
 from lightrlhf.demo.theme import ASSETS
 from lightrlhf.storage.results import usual_metrics
@@ -131,7 +131,7 @@ def samples_html(label: str, folder: str, step: int) -> Markup:
     parts = [tag("h2", f"{title}: step {found[0]['step']}")]
     for row in found:
         texts = tag("div", row["prompt"], class_="text asked") + tag("div", row["response"], class_="text")
-        parts.append(tag("article", texts, scores_as_html([("score", formatted(row.get("score")))]), class_="card"))
+        parts.append(tag("article", texts, scores_as_html([("score", format_score(row.get("score")))]), class_="card"))
     for name, suffix, where in ((FILE, "", "Rollouts"), (SAMPLES, runs.HELD_OUT, "Held-out prompts")):
         if (Path(folder) / name).is_file():
             address = "/?" + urlencode({"tab": "rollouts", "run": label + suffix, "step": step})
@@ -143,7 +143,7 @@ def samples_table(folder: str | None) -> Markup:
     """Draw a table of the last samples of a run."""
     found, count = runs.last_samples(folder)
     caption = f"The last {len(found)} of {count} samples" if count > len(found) else f"{count} samples"
-    rows = [[row["step"], row["prompt"], row["response"], formatted(row.get("score"))] for row in found]
+    rows = [[row["step"], row["prompt"], row["response"], format_score(row.get("score"))] for row in found]
     return scrolling_table(["step", "prompt", "response", "score"], rows, caption)
 
 

@@ -29,7 +29,7 @@ from lightrlhf.demo import models
 from lightrlhf.demo.args import MAX_NAME, DemoArgs
 from lightrlhf.demo.dialogue import FORMS, Turn, clean_text, prompt_values, turn_at, with_system
 from lightrlhf.demo.markup import Scores, tokens_as_html
-from lightrlhf.demo.models import Answer, Measures, ModelCache, as_prompt, example_prompt, formatted, stream_answer
+from lightrlhf.demo.models import Answer, Measures, ModelCache, as_prompt, example_prompt, format_score, stream_answer
 from lightrlhf.demo.votes import WITHDRAWN, agreement, append_vote, pair_id, read_votes, tally
 from lightrlhf.models.loading import find_device
 from lightrlhf.models.names import resolve
@@ -308,13 +308,13 @@ class DemoBackend:
         for row in tally(votes):
             win_rate = "{:.2f} [{:.2f}, {:.2f}]".format(row["win_rate"], *row["win_rate_interval"])
             counts = [row[name] for name in ("pairs", "votes", "wins", "ties", "losses")]
-            rows.append([row["model"], row["against"], *counts, win_rate, formatted(row["prefers_shown_first"])])
+            rows.append([row["model"], row["against"], *counts, win_rate, format_score(row["prefers_shown_first"])])
         agreed = agreement(votes)
         skips = sum(vote["verdict"] == "skip" for vote in votes)
         line = f"{len(votes)} votes in {self.votes_file}, {skips} of them skips."
         if agreed["pairs"]:
             line += f" Agreement on the {agreed['pairs']} pairs with two or more votes: {agreed['equal']:.0%}"
-            line += f", Krippendorff's alpha {formatted(agreed['alpha'])}."
+            line += f", Krippendorff's alpha {format_score(agreed['alpha'])}."
         return rows, line
 
     # ---------------------------------------------------------------------------------------------------------- runs

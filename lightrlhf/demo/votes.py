@@ -121,7 +121,7 @@ def winner(vote: Vote) -> int | None:
     return sides(vote).index((vote["models"][shown], vote["responses"][shown]))
 
 
-def preferred(votes: Sequence[Vote]) -> int | None:
+def majority(votes: Sequence[Vote]) -> int | None:
     """Majority vote on one pair: the index in `sides` with more votes, 0 or 1; None if both have equally many."""
     counts = Counter(winner(vote) for vote in votes)
     return None if counts[0] == counts[1] else int(counts[1] > counts[0])

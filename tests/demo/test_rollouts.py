@@ -186,7 +186,7 @@ def test_the_same_prompt_through_training_has_the_steps_at_which_it_was_logged(t
     (address,) = re.findall(r'href="\?([^"]*prompt=[^"]*)"', shown(file))
     view = View.from_query(dict(re_parsed(address.replace("&amp;", "&"))))
     assert steps_of(file.samples, view) == [3, 6, 9] and view.step == 9
-    html = page(file.samples, view.changed(step=5), Run("run", "ppo", None))
+    html = page(file.samples, view.change(step=5), Run("run", "ppo", None))
     assert "at 6" in html and "one prompt at 3 steps" in html
     assert "was not logged in this run" in shown(file, prompt="0123456789")
 

@@ -17,7 +17,7 @@ from helpers.votes import vote
 
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.demo.session import next_index
-from lightrlhf.demo.votes import agreement, append_vote, preferred, read_votes, tally
+from lightrlhf.demo.votes import agreement, append_vote, majority, read_votes, tally
 from lightrlhf.maths.ops import wilson_interval
 
 
@@ -135,10 +135,10 @@ def test_a_pair_counts_once_whatever_its_number_of_raters():
     votes = [vote(0, "B", rater=name) for name in "abc"] + [vote(1, "A", rater="a")]
     (row,) = tally(votes)
     assert row["pairs"] == 2 and row["votes"] == 4 and row["win_rate"] == 0.5
-    assert preferred(votes[:3]) == 0 and preferred(votes[3:]) == 1
-    assert preferred([vote(0, "A", rater="a"), vote(0, "B", rater="b")]) is None
-    assert preferred([vote(0, "A", rater="a"), vote(0, "A", swapped=True, rater="b")]) is None
-    assert preferred([vote(0, "B", rater="a"), vote(0, "tie", rater="b")]) == 0
+    assert majority(votes[:3]) == 0 and majority(votes[3:]) == 1
+    assert majority([vote(0, "A", rater="a"), vote(0, "B", rater="b")]) is None
+    assert majority([vote(0, "A", rater="a"), vote(0, "A", swapped=True, rater="b")]) is None
+    assert majority([vote(0, "B", rater="a"), vote(0, "tie", rater="b")]) == 0
 
 
 def test_agreement_is_krippendorffs_alpha():
