@@ -8,7 +8,7 @@ VERSION = re.search(r'__version__ = "(.+)"', Path("lightrlhf/__init__.py").read_
 # Each bound is the release that `make test-oldest` installs for a part of the tests; constraints.txt has those of all.
 EXTRAS = {
     "envs": ["gymnasium>=1.3"],
-    "demo": ["gradio>=6.11", "starlette>=1.0"],
+    "demo": ["gradio>=6.11", "starlette>=1.0", "markupsafe>=3.0", "pandas>=2.2"],
     "parse": ["textblob>=0.18"],
     "quantisation": ["bitsandbytes>=0.46.1"],
     "verify": ["math-verify[antlr4_13_2]>=0.8", "reasoning-gym>=0.1.25"],

@@ -146,7 +146,7 @@ FILES_OF_PROGRAMS = [name for name in PROGRAMS if name != "demo"]
 
 OPTIONAL = {"gymnasium", "gradio", "textblob", "bitsandbytes", "stanza", "benepar"}  # extras of programs
 OPTIONAL |= {"alfworld", "textworld", "starlette", "uvicorn", "math-verify", "reasoning-gym", "gguf", "wandb"}
-OPTIONAL |= {"flash-attn"}
+OPTIONAL |= {"flash-attn", "markupsafe", "pandas"}
 OF_ALFWORLD = {"fast_downward": "alfworld"}
 
 
