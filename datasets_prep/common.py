@@ -102,7 +102,7 @@ class PrepareArgs(DryRunArgs):
     stage: Literal["all", "finetune", "preference", "unpaired", "prompts", "dialogue"] = "all"
     """Files to write; `all` writes every kind that the columns allow."""
     split: str | None = None
-    """Shares of the prompts for SFT, reward model and RL, such as 2,4,4; by default each stage uses all prompts."""
+    """Shares of the prompts for SFT, reward model and RL, such as 2,4,4; null lets each stage use all prompts."""
     max_length: int = at_least(1, 1024)
     """Maximum tokens of prompt and response; longer ones are truncated and get no end token."""
     max_prompt_length: int | None = at_least(1, None)

@@ -86,7 +86,7 @@ class AnnotateArgs(RewardArgs, SealArgs, DryRunArgs):
     choose_type: Literal["max_random", "max_min", "max_max", "random", "max_min_p"] | None = flag(
         None, needs="output_dir"
     )
-    """How to pair: the best with a random other, the worst or the second; any two; `max_min` after a penalty."""
+    """Pair of a prompt: the best with a random other, the worst or the second; any two; `max_min` after a penalty."""
     length_penalty: float = at_least(0, 0.0, needs={"choose_type": "max_min_p"})
     """Reward subtracted per token of length, for `max_min_p`."""
     output_dir: str | None = flag(None, check=check_folder_of_pairs, needs="choose_type")

@@ -87,7 +87,7 @@ def check_format(text: str, flag: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckRewardArgs(DataArgs):
-    """Score right, wrong and empty answers to the prompts of the data, and report what is paid that should not be."""
+    """Score right, wrong and empty answers to the prompts of the data, and report wrong ones that are rewarded."""
 
     reward_function: list[str] = flag(show="first")
     """Reward functions `package.module:name`, each checked separately."""

@@ -35,7 +35,7 @@ GIB = 2**30
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorArgs(Args):
-    """Report the machine, the installation, the models that fit, and a speed."""
+    """Report the machine, the installation, the models that fit, and the measured speed."""
 
     seconds: float = at_least(0, 20.0)
     """Seconds to spend on measuring speed; 0 skips it."""

@@ -53,7 +53,7 @@ class EstimateArgs(ModelArgs):
     """Estimate the memory of a training run on one device."""
 
     algorithm: Literal["sft", "rm", "ppo", "grpo", "dpo"] = "sft"
-    """Program of the run; `ppo` and `grpo` with a reward model as large as the policy, `grpo` without a KL."""
+    """Program of the run; `ppo` and `grpo` include a reward model as large as the policy, `grpo` has no KL."""
     share_backbone: bool = True
     """PPO or GRPO with `finetune_mode` lora: share the base weights among all roles."""
     optimizer: Literal["AdamW", "Adam", "AdamW8bit", "PagedAdamW32bit"] = "AdamW"

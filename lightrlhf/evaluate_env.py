@@ -79,7 +79,7 @@ class EvaluateEnvArgs(frame.EvaluationArgs, RemoteArgs):
     agent_model: str | None = None
     """Name of a language model at `base_url` to evaluate as well."""
     max_new_tokens: int = at_least(1, 128)
-    """Maximum tokens of its reply."""
+    """Maximum tokens of a reply of `agent_model`."""
     temperature: float = positive(1.0, remedy="for greedy text use --do_sample False")
     """Sampling temperature of `agent_model`."""
     do_sample: bool = True

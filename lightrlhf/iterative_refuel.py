@@ -58,7 +58,7 @@ class IterativeRefuelArgs(refuel.RefuelArgs, dialogue_pairs.PairArgs, iterated_d
     output_dir: str | None = None
     """Experiment dir, instead of one below `log_dir`: new, empty, or of a run to continue."""
     log_interval: int = 1
-    """Steps between rows of metrics, each the iterated.mean over the steps since the previous row."""
+    """Steps between rows of metrics, each the mean over the steps since the previous row."""
     stage: Literal["all", "generate", "rank", "tokenize", "train"] = flag("all", excludes={"dry_run": True}, once=True)
     """Run one stage of the first unfinished iteration, or all stages of all iterations."""
     iterations: int = 1

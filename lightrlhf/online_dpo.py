@@ -66,7 +66,7 @@ class OnlineDPOArgs(dpo.DPOLossArgs, RewardArgs, SamplingArgs, iterated_dir.Iter
     output_dir: str | None = None
     """Experiment dir, instead of one below `log_dir`: new, empty, or of a run to continue."""
     log_interval: int = 1
-    """Steps between rows of metrics, each the iterated.mean over the steps since the previous row."""
+    """Steps between rows of metrics, each the mean over the steps since the previous row."""
     prompts_per_iteration: int | None = at_least(1, None)
     """New prompts of each iteration. Default: divide the training prompts evenly."""
     num_generations: int = at_least(2, 8)
@@ -74,7 +74,7 @@ class OnlineDPOArgs(dpo.DPOLossArgs, RewardArgs, SamplingArgs, iterated_dir.Iter
     rm_chat_template: bool = flag(False, show="rarely")
     """Wrap plain-text prompts as user messages of the reward model's chat template."""
     choose_type: Literal["max_random", "max_min", "max_max", "random", "max_min_p"] = "max_min"
-    """How to pair: the best with a random other, the worst or the second; any two; `max_min` after a penalty."""
+    """Pair of a prompt: the best with a random other, the worst or the second; any two; `max_min` after a penalty."""
     length_penalty: float = at_least(0, 0.0, needs={"choose_type": "max_min_p"}, show="rarely")
     """Reward subtracted per token of length, for `max_min_p`."""
     training_step: Literal["dpo", "raft"] = flag("dpo", show="rarely")
@@ -86,7 +86,7 @@ class OnlineDPOArgs(dpo.DPOLossArgs, RewardArgs, SamplingArgs, iterated_dir.Iter
     rollout_mini_batch_size: int = at_least(1, 64, show="rarely")
     """Slots of the generation engine, and the most rows per pass of the reward model."""
     eval_prompts: int = at_least(1, 200, show="rarely")
-    """Number of validation prompts, the first ones, to evaluate on after each iteration."""
+    """Number of validation prompts to evaluate on after each iteration, from the first on."""
     epochs: int | None = None
     """Passes over the pairs of an iteration; 1 when `max_steps` is not given either."""
     lr_warmup_ratio: float | None = 0.1

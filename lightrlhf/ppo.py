@@ -123,7 +123,7 @@ class PPOArgs(
     parser: str = flag("textblob", show="rarely")
     """For `parsing`: textblob, benepar:FOLDER, stanza:FOLDER, python (for programs), or `package.module:name`."""
     value_function: Literal["equal", "unit", "position", "position_first", "first"] = flag("equal", show="rarely")
-    """A macro action's value: mean of its tokens' values (weighted to the last or first), or the last or first."""
+    """Value of a macro action: mean of its tokens' values, plain or weighted to the last or first, or one of these."""
     normalize_rewards: bool = flag(True, show="rarely")
     """Standardise scores by the mean and deviation stored with the reward model."""
     normalize_advantages: bool = flag(True, show="rarely")

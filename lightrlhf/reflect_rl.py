@@ -129,7 +129,7 @@ class ReflectRLArgs(TrainArgs, EvalArgs, StartArgs, ActingArgs, RolloutServerArg
     """Iterations between rows of metrics, each the mean over the iterations since the previous row."""
 
     strategy: Literal["auto", "ddp"] = "auto"
-    """Whole models on each rank (ddp); acting does not support sharded ones."""
+    """Only ddp, a whole model on each rank: acting does not support sharded models."""
 
     def _check(self) -> None:
         if self.rollout_size % self.num_generations:

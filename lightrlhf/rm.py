@@ -65,7 +65,7 @@ class RMArgs(TrainArgs, DataSetsArgs, EvalArgs, StartArgs, TensorParallelArgs):
     lr_warmup_ratio: float | None = 0.03
     """Fraction of all steps for a linear warm-up from 0."""
     loss_type: Literal["per_sample", "last_token", "average", "pair"] = "last_token"
-    """Scores to compare: per token, at the last token, their mean, or one from a model that reads both responses."""
+    """Scores to compare: at each token, at the last, their mean, or one score of both responses read together."""
 
 
 # ---------------------------------------------------------------------------------------------------------- losses

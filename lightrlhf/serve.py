@@ -76,7 +76,7 @@ class ServeArgs(Args):
     port: int = between(0, 65535, 8000)
     """Port to listen on; 0: a free port, with our own engine."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Dtype of the computation: float32 for a run with `precision` 32-true, else bfloat16 or float16 to match."""
+    """Dtype of the computation: float32 for a run with `precision` 32-true, else the type of its `precision`."""
     served_model_name: str | None = flag(None, check=check_text, show="rarely")
     """Model name in requests. Default: `model_name` as given."""
     rollout_mini_batch_size: int = at_least(1, 64)

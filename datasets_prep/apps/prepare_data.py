@@ -35,7 +35,7 @@ class AppsArgs(PrepareArgs):
     dataset_revision: str | None = "refs/convert/parquet"
     """Branch, tag or commit of a hub dataset."""
     split: str | None = "2,0,8"
-    """Shares of the prompts for SFT, reward model and RL, such as 2,4,4; by default each stage uses all prompts."""
+    """Shares of the prompts for SFT, reward model and RL, such as 2,4,4; null lets each stage use all prompts."""
     max_length: int = 1112
     """Maximum tokens of prompt and response; longer ones are truncated and get no end token."""
     max_prompt_length: int = 600

@@ -42,7 +42,7 @@ class CafeTalkArgs(PrepareArgs):
     remove_same_inputs: bool = False
     """Keep only the first row of each prompt (for dialogues: of each sequence of user turns)."""
     ask: float = between(0, 1, 0.2)
-    """Probability that a turn asks while something is missing."""
+    """Probability that the assistant asks in a turn in which something is missing."""
 
 
 def rows(args: CafeTalkArgs) -> Iterator[dict[str, Any]]:

@@ -30,7 +30,7 @@ class Gsm8kArgs(PrepareArgs):
     dataset_config: str | None = "main"
     """Configuration of a hub dataset that has several."""
     split: str | None = "1,0,1"
-    """Shares of the prompts for SFT, reward model and RL, such as 2,4,4; by default each stage uses all prompts."""
+    """Shares of the prompts for SFT, reward model and RL, such as 2,4,4; null lets each stage use all prompts."""
 
 
 def to_row(raw: dict[str, Any]) -> dict[str, Any]:

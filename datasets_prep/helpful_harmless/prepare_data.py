@@ -29,7 +29,7 @@ class HelpfulHarmlessArgs(PrepareArgs):
     dataset_name: str = "Anthropic/hh-rlhf"
     """Hub id, local folder, or a .jsonl, .jsonl.gz or .parquet file with the same columns."""
     split: str | None = "2,4,4"
-    """Shares of the prompts for SFT, reward model and RL, such as 2,4,4; by default each stage uses all prompts."""
+    """Shares of the prompts for SFT, reward model and RL, such as 2,4,4; null lets each stage use all prompts."""
 
 
 def to_row(raw: dict[str, Any]) -> dict[str, Any]:

@@ -34,7 +34,7 @@ class SummarizationArgs(PrepareArgs):
     dataset_name: str = "CarperAI/openai_summarize_comparisons"
     """Hub id, local folder, or a .jsonl, .jsonl.gz or .parquet file with the same columns."""
     split: str | None = "2,4,4"
-    """Shares of the prompts for SFT, reward model and RL, such as 2,4,4; by default each stage uses all prompts."""
+    """Shares of the prompts for SFT, reward model and RL, such as 2,4,4; null lets each stage use all prompts."""
     remove_same_inputs: bool = False
     """Keep only the first row of each prompt; a post has several pairs of summaries."""
 

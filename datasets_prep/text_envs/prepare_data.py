@@ -95,7 +95,7 @@ class TextEnvArgs(RemoteArgs, PrepareArgs):
     reflection_model: str | None = None
     """Name of the model at `base_url` that writes the reflections; without `base_url` a template is used."""
     reflection_words: int = at_least(1, 50)
-    """Maximum words of a reflection, as the model is instructed."""
+    """Maximum words of a reflection, as stated in the model's instruction."""
     reflections_file: str | None = flag(None, check=check_output)
     """File of cached replies, default `{destination_dir}/reflections.jsonl`; datasets may share one."""
     temperature: float = at_least(0, 0.0)

@@ -28,7 +28,7 @@ class WebGPTArgs(PrepareArgs):
     dataset_name: str = "openai/webgpt_comparisons"
     """Hub id, local folder, or a .jsonl, .jsonl.gz or .parquet file with the same columns."""
     split: str | None = "2,4,4"
-    """Shares of the prompts for SFT, reward model and RL, such as 2,4,4; by default each stage uses all prompts."""
+    """Shares of the prompts for SFT, reward model and RL, such as 2,4,4; null lets each stage use all prompts."""
     validation_percentage: float = 0.05
     """Share of prompts in the validation split, unless the source has one."""
     test_percentage: float = 0.0

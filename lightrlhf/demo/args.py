@@ -38,7 +38,7 @@ class DemoArgs(DecodingArgs, SealArgs):
     """Chat with trained models in the browser, compare them and collect votes."""
 
     model_name: list[str] = flag([], split=paths, required="a model", show="first", positional=True)
-    """Experiment dirs, checkpoints, folders, hub names or GGUF files of models; also those that they started from."""
+    """Experiment dirs, checkpoints, folders, hub names or GGUF files; the models that runs started from are added."""
     rm_experiment_dir: str | None = flag(None, check=check_folder)
     """Reward model that scores answers; by default the one that an experiment was trained with."""
     reference_dir: str | None = flag(None, check=check_model_exists)

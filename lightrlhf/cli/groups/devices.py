@@ -17,7 +17,7 @@ class DeviceArgs(Args):
     devices: int = at_least(1, 1)
     """Number of processes on this machine, one device each."""
     num_nodes: int = at_least(1, 1, show="rarely")
-    """Machines."""
+    """Number of machines."""
     strategy: Literal["auto", "ddp", "fsdp", "deepspeed"] = flag("auto", packages={"deepspeed": "deepspeed"})
     """Replicate models on all ranks (ddp), shard them (fsdp), or use DeepSpeed ZeRO-2 (deepspeed)."""
     precision: Literal["32-true", "bf16-mixed", "16-mixed"] = flag(

@@ -21,7 +21,7 @@ class ModelArgs(Args):
     """Model, and which of its weights are trained."""
 
     model_name: str | None = flag(None, required="policy", show="first")
-    """Hub name, folder, experiment dir, GGUF file, `package:NAME` (the one in it), or `tiny` (a small new Llama)."""
+    """Hub name, folder, experiment dir, GGUF file, `package:NAME` (a GGUF file in it), or `tiny` (a new Llama)."""
     trust_remote_code: bool = flag(False, show="rarely")
     """Allow a hub model to run code from its repository."""
     disable_dropout: bool = flag(False, show="rarely")
@@ -46,7 +46,7 @@ class ModelArgs(Args):
     init_lora_weights: Literal["default", "gaussian", "orthogonal", "pissa", "olora"] = flag(
         "default", needs={"finetune_mode": "lora"}, show="rarely"
     )
-    """Initialisation of adapters; pissa and olora take a part of the weights, which a frozen adapter subtracts."""
+    """Initialisation of adapters; pissa and olora start from a part of the weights; a frozen adapter subtracts it."""
     load_in_8bit: bool = flag(
         False,
         needs={"finetune_mode": "lora"},

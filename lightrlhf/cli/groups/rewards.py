@@ -21,7 +21,7 @@ class RewardArgs(Args):
     rm_experiment_dir: str | None = flag(None, required="reward", show="first")
     """Experiment dir or checkpoint of the reward model."""
     reward_function: list[str] = flag([], unique=True, required="reward", show="first")
-    """Python functions `package.module:name` that score, one or several, instead of a reward model or beside it."""
+    """Python functions `package.module:name` that score responses, one or several, alone or beside a reward model."""
     reward_weights: list[float] = flag([], show="rarely")
     """Weight of each reward in the sum, the reward model's first. Default: 1 each."""
     reward_timeout: float = at_least(0, 0.0, show="rarely")
@@ -61,7 +61,7 @@ class AuditArgs(RewardArgs):
     """Reward."""
 
     audit_function: str | None = flag(None, show="rarely")
-    """Python function `package.module:name` that also scores the samples and is never trained on; see `audit/score`."""
+    """Python function `package.module:name` that also scores the samples but is never trained on (`audit/score`)."""
 
     def _check(self) -> None:
         if self.audit_function in self.reward_function:

@@ -18,7 +18,7 @@ class DryRunArgs(Args):
     """
 
     dry_run: bool = False
-    """Do two steps or a batch, print what was done, and write nothing."""
+    """Run two steps or one batch, print what they did, and write nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,11 +27,11 @@ class SamplingArgs(Args):
     top_p: float = above(0, 1.0, most=1, show="rarely")
     """Sample from the most likely tokens whose probabilities sum to this (nucleus sampling)."""
     min_p: float = between(0, 1, 0.0, show="rarely")
-    """Sample from tokens at least this times as likely as the most likely one; 0 means all."""
+    """Sample only tokens with at least this fraction of the largest probability; 0 means all."""
     eos_ids: list[int] = at_least(0, [], show="rarely")
     """Token ids that end a response, besides the model's own end tokens."""
     stop_strings: list[str] = flag([], split=texts, check=check_stop_string, show="rarely")
-    """Stop strings, one per word: a response ends once it contains one, and keeps its tokens."""
+    """Texts that end a response, one per argument; the response keeps their tokens."""
 
     @property
     def do_sample(self) -> bool:
