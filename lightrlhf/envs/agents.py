@@ -66,7 +66,7 @@ class ActingArgs(SamplingArgs):
     """Sample comments; when false take the most likely one, generated once for each observation."""
 
     def greedy(self) -> ActingArgs:
-        """The same, with the most likely action and comment instead of sampled ones."""
+        """An agent with the same models that takes the most likely action and comment instead of sampled ones."""
         options = {one.name: getattr(self, one.name) for one in dataclasses.fields(self) if one.name in ACTING_FLAGS}
         return GreedyArgs(**(options | {"reflect_do_sample": False}))
 
@@ -76,7 +76,7 @@ class GreedyArgs(ActingArgs):
 
     @property
     def do_sample(self) -> bool:
-        """Never."""
+        """False: the agent takes the most likely action."""
         return False
 
 

@@ -30,9 +30,9 @@ def resample(groups: Sequence[Hashable], seed: int) -> Tensor:
 
 
 def bootstrap_interval(rates: Tensor, num_groups: int) -> tuple[float, float]:
-    """The wider, on each side, of the middle 95% of the resamples' rates and Wilson's interval of the rate: (R + 1,).
+    """95% interval of a rate: on each side the wider of the resamples' middle 95% and Wilson's interval: (R + 1,).
 
-    Equal values leave a bootstrap nothing to vary, but the rate no better known than a share of as many groups.
+    If all values are equal, so are all resamples, although the rate is known no better than a share of as many groups.
     """
     low, high = rates[1:].quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
     wilson = wilson_interval(min(max(float(rates[0]), 0.0), 1.0) * num_groups, num_groups)

@@ -18,9 +18,9 @@ from torch import Tensor
 
 
 def not_finite(named: Iterable[tuple[str, Tensor]]) -> list[str]:
-    """Names of the tensors with a NaN or an infinite value; of a sharded one this rank's shard is looked at.
+    """Names of the tensors with a NaN or an infinite value; of a sharded tensor only this rank's shard is read.
 
-    A device is waited for once, not once a tensor.
+    Synchronises with a device once, not once a tensor.
     """
     flags: defaultdict[torch.device, list[tuple[str, Tensor]]] = defaultdict(list)
     for name, tensor in named:

@@ -3,7 +3,7 @@
 A group's rows may lie in several micro-batches and on several ranks: its statistics count all its scored rows.
 Group numbers count from 0 and are the same on all ranks. Scores that are NaN are in no statistic and have no advantage.
 
-`table_advantages` is for functions of one's own, such as a median as the baseline.
+`table_advantages` is for user-defined functions, such as a median as the baseline.
 
 Left out: baselines weighted by length (OPO), and by a greedy response (ReMax).
 """
@@ -23,7 +23,7 @@ EPS = 1e-6  # added to what divides
 
 
 class Moments(NamedTuple):
-    """Statistics of the scored rows, by `to_float64`: `batch_std` of all of them, the others of each row's group."""
+    """Statistics of the scored rows, in float64: `batch_std` over all rows, the others over each row's group."""
 
     size: Tensor  # (B,) scored rows
     mean: Tensor  # (B,)
@@ -69,7 +69,7 @@ Estimator = Callable[[Tensor, Moments], Tensor]
 
 
 def raw(scores: Tensor, moments: Moments) -> Tensor:
-    """The scores: no baseline (REINFORCE; REINFORCE++, Hu 2025, 2501.03262, whitens what comes of them)."""
+    """The scores: no baseline (REINFORCE; REINFORCE++, Hu 2025, 2501.03262, then whitens them)."""
     return scores
 
 

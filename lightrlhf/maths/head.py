@@ -108,7 +108,7 @@ class LinearHead(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float, count: int
     ) -> Tensor:
-        """count: of logits that are computed at a time."""
+        """count: number of logits computed at a time."""
         device = hidden.device.type
         ctx.dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
         ctx.temperature, ctx.count = temperature, count

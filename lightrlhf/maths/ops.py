@@ -141,7 +141,7 @@ def win_rate(
 ) -> tuple[float, tuple[float, float]]:
     """Share of pairs whose first number is the higher one, a tie half, with its 95% interval (`share_interval`).
 
-    A pair with a number that is None or NaN does not count; 0 of none. groups: see `share_interval`.
+    Pairs with None or NaN do not count; without any pair the share is 0. groups: see `share_interval`.
     """
     scores, kept = [], []
     for (one, other), group in zip(pairs, itertools.count() if groups is None else groups):

@@ -2,8 +2,8 @@
 
 All tensors are (B, T-1), aligned as in `data/batch.py`. A loss is a function f(logprobs, log_ratio, advantages,
 action_mask) -> (B, T-1) of the log-probabilities, of log rho = log pi - log pi_old, which carries gradients too, and of
-the advantages; what it returns off actions has no weight. The sum of weights times losses is what is minimised: the
-weights hold every count, over all micro-batches and ranks, so that no cut of a batch changes a gradient.
+the advantages; its values off actions have no weight. The loop minimises the sum of weights times losses. The weights
+contain every count, over all micro-batches and ranks, so that splitting a batch changes no gradient.
 
 Left out: the geometric mean of clipped ratios (GMPO), masks by total variation (DPPO), weights of sequences (VESPO).
 """
@@ -83,8 +83,8 @@ def sequence_log_ratio(log_ratio: Tensor, action_mask: Tensor) -> Tensor:
 def kl_loss(logprobs: Tensor, ref_logprobs: Tensor, log_ratio: Tensor) -> Tensor:
     """rho (log pi - log pi_ref)^2 / 2, the ratio a constant: the gradient of KL(pi || pi_ref) at each token.
 
-    So on samples of pi (rho = 1) and of pi_old. The gradient of k3, which many use, belongs to another divergence,
-    KL(pi_ref || pi); howto/algorithms/grpo.md has the table.
+    This holds on samples of pi (rho = 1) and of pi_old. The gradient of k3, which many use, belongs to another
+    divergence, KL(pi_ref || pi); howto/algorithms/grpo.md has the table.
     """
     return log_ratio.detach().exp() * kl_k2(logprobs, ref_logprobs)
 

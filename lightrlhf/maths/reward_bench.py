@@ -24,7 +24,7 @@ def best_of_n(chosen: Sequence[float], rejected: Sequence[float]) -> float:
 
 
 class TiedScores(NamedTuple):
-    """What counts of a prompt's scores in the subset Ties."""
+    """The parts of a prompt's scores that the subset Ties reads."""
 
     gap: float  # the lowest score of a right response less the highest of a wrong one
     spread: float  # the highest less the lowest score of a right response, 0 of one
@@ -64,7 +64,7 @@ def ties_score(ref_gap: Tensor, tied_gap: Tensor, spread: Tensor, weights: Tenso
     least = torch.minimum(ref_gap, tied_gap)  # NaN unless both
 
     def mean(values: Tensor, counted: Tensor) -> Tensor:
-        """(P,), (P,) bool -> (R,); 0 of none."""
+        """Mean of the values where the mask is True: (P,), (P,) bool -> (R,); 0 where it is True nowhere."""
         known = torch.where(counted, values.double(), 0.0)
         return (weights @ known) / (weights @ counted.double()).clamp(min=1)
 
@@ -80,7 +80,7 @@ def ties_score(ref_gap: Tensor, tied_gap: Tensor, spread: Tensor, weights: Tenso
 def mean_interval(
     values: Sequence[float], intervals: Sequence[tuple[float, float]]
 ) -> tuple[float, tuple[float, float]]:
-    """Mean of independent values and its 95% interval from theirs, such as a benchmark's from its subsets.
+    """Mean of independent values, and its 95% interval from their intervals, such as a benchmark's from its subsets.
 
     The distances of the mean to its bounds are the root mean squares of the values' own, over the root of their number
     (Zou and Donner 2008, of a sum), which holds for intervals that are not symmetric.

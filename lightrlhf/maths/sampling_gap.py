@@ -10,9 +10,9 @@ entropy bonus and value loss):
                      response has by itself. The scores of others carry no weight. Against their mean the first update
                      is exact, later ones for losses that are linear in the ratio: not where ratios are clipped, nor
                      for `sapo` and `reinforce`. A group's deviation remains the scores' under mu.
-    token kinds      at pi_old the sum over t of the gradient were only token t from pi, prefix and continuation from mu
+    token kinds      at pi_old the sum over t is the gradient as if only token t were from pi, prefix and rest from mu
                      (2605.07331). The bias that is left is of first order in the gap, as is that without weights.
-    truncation       takes the mean over mu of (ratio - C)_+ f away; masking takes all of the ratios outside [1/C, C],
+    truncation       removes the mean over mu of (ratio - C)_+ f; masking removes all ratios outside [1/C, C],
                      and with a bound inside the usual range of ratios can bias more than no weights.
 
 The variance of R grows with length, and its typical value shrinks: at a KL of k nats a token the mean of log R over

@@ -102,7 +102,7 @@ class DivergenceMonitor:
         return {"history": [[list(reward), list(audit)] for reward, audit in self.history], "calm": self.calm}
 
     def update(self, step: Step) -> tuple[bool, bool]:
-        """Add a step, unless it has no scores; returns whether reward and audit diverge, and whether that is news."""
+        """Add a step, unless it has no scores; returns whether reward and audit diverge, and whether that is new."""
         if not (step.reward.size and step.audit.size):
             return False, False
         self.history = [*self.history[1 - KEPT :], step]
@@ -134,7 +134,7 @@ class RewardAudit:
         return score_rollout(self.scorer, rollout)
 
     def compare(self, step: int, scores: Scores) -> dict[str, float]:
-        """Compare reward and audit of a step over all ranks: its metrics. Prints the warning where it is news."""
+        """Compare reward and audit of a step over all ranks: its metrics. Prints a new warning."""
         assert scores.audit is not None
         reward, audit, rows = moments([scores.total, scores.audit, torch.zeros_like(scores.total)], self.ranks.sum)
         is_apart, is_new = self.monitor.update(Step(reward, audit))
@@ -152,7 +152,7 @@ class RewardAudit:
 
 
 def moments(columns: Sequence[Tensor], sum_over_ranks: SumOverRanks) -> list[Moments]:
-    """Mean, unbiased variance and number of the finite values of each column (B,) on all ranks; NaN, 0, 0 of none."""
+    """Mean, unbiased variance and number of the finite values of each column (B,) on all ranks; else NaN, 0, 0."""
     values = torch.stack([to_float64(column) for column in columns], 1)  # (B, C)
     valid = values.isfinite()
     kept = torch.where(valid, values, torch.zeros_like(values))

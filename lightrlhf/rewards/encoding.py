@@ -76,7 +76,7 @@ class Encoding:
         return start, without_end(self.tokenizer, response) if sample.truncated else response
 
     def sampled_ids(self, sample: Sample) -> tuple[list[int], list[int]] | None:
-        """The ids a sample came with, when in this tokenizer they are the same prompt and response."""
+        """The sample's own ids, if in this tokenizer they are the same prompt and response."""
         response = sample.response_ids
         if response is None:
             return None
@@ -89,7 +89,7 @@ class Encoding:
         return None if prompt is None else (prompt, list(response))
 
     def known_prompt(self, sample: Sample) -> list[int] | None:
-        """The prompt's ids a sample came with, when in this tokenizer they are the same prompt.
+        """The sample's own ids of the prompt, if in this tokenizer they are the same prompt.
 
         Its text alone may have lost the control tokens of a chat template.
         """

@@ -12,7 +12,7 @@ from lightrlhf.maths.ops import KL_ESTIMATORS
 
 
 def bound_scores(scores: Tensor, truncated: Tensor, limit: float | None, missing_eos_penalty: float) -> Tensor:
-    """Scores (B,) clipped to +-limit, less the penalty of truncated responses; NaN, of no score, stays NaN."""
+    """Scores (B,) clipped to +-limit, less the penalty of truncated responses; NaN (no score) stays NaN."""
     if limit is not None:
         scores = scores.clamp(-limit, limit)
     return scores - missing_eos_penalty * truncated.to(scores)

@@ -22,7 +22,7 @@ from lightrlhf.rewards.scorers import FunctionScorer, Groups, GroupScorer
 class Rewards:
     """One or several scorers, weighted.
 
-    None of a function says that its reward does not apply: the others count (as in TRL). A response is not scored where
+    A function returns None where its reward does not apply: the others count (as in TRL). A response is not scored if
     no reward applies, or where one failed: killed, crashed, raised, returned no finite number, or a reward model that
     could not read it. A reward of weight 0 is only logged and its failures cost nothing.
     """
@@ -59,7 +59,7 @@ class Rewards:
 
     @property
     def failures(self) -> dict[str, int]:
-        """Responses of the last call that a function failed for, by kind."""
+        """Responses of the last call on which a function failed, by kind."""
         counted: Counter[str] = Counter()
         for scorer in self.scorers:
             counted.update(scorer.failures if isinstance(scorer, FunctionScorer) else {})

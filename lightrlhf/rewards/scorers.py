@@ -119,7 +119,7 @@ class PairScorer:
 
 
 def find_complete_group(chances: Container[tuple[int, int]], lengths: Sequence[int]) -> list[int]:
-    """Indices of the responses of a group that were all compared with each other, in both orders; none of fewer than 2.
+    """Indices of the responses of a group that were all compared with each other, in both orders; [] if fewer than 2.
 
     Scores are comparable only where all had the same rivals, so the response with the most missing comparisons is left
     out, of equals the longest, until all are there. chances: what was compared, (first, second).

@@ -48,7 +48,7 @@ def killable(package: str) -> Callable[[RewardFunction], RewardFunction]:
 
 # ------------------------------------------------------------------------------------------------ taking answers out
 def tagged_or_last(completion: Any) -> str:
-    """What stands in the last `<answer>…</answer>`, else the last line that is not empty, never more lines."""
+    """The text in the last `<answer>…</answer>`, else the last line that is not empty."""
     text = as_text(completion)
     if tagged := TAGGED.findall(text):
         return tagged[-1].strip()
@@ -56,9 +56,9 @@ def tagged_or_last(completion: Any) -> str:
 
 
 def final_answer(completion: Any) -> str:
-    r"""The answer of a response: of its last tag or line what is in the last `\boxed{…}`, else behind a marker.
+    r"""The answer of a response: in its last tag or line, the last `\boxed{…}`, else the text behind a marker.
 
-    Markers are `####`, `answer is`, `answer:` and `answer =`. Without one it is all of the tag or line.
+    Markers are `####`, `answer is`, `answer:` and `answer =`. Without a marker it is all of the tag or line.
     """
     text = as_text(completion)
     tagged = TAGGED.findall(text)
@@ -69,7 +69,7 @@ def final_answer(completion: Any) -> str:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""What is in the last `\boxed{…}` whose braces are closed."""
+    r"""The content of the last `\boxed{…}` whose braces are closed."""
     for start in reversed([found.end() for found in re.finditer(r"\\boxed\s*{", text)]):
         depth = 1
         for i in range(start, len(text)):
@@ -104,7 +104,7 @@ def plain(text: str) -> str:
 
 # ---------------------------------------------------------------------------------------------------------- answers
 def exact_answer(prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float | None]:
-    """1 where the answer is the text of the right one, but for spaces and a full stop at the end."""
+    """1 where the answer is the text of the right one, ignoring spaces and a full stop at the end."""
     pairs = zip(completions, right_answers(columns))
     return [None if right is None else float(plain(final_answer(c)) == plain(str(right))) for c, right in pairs]
 
@@ -155,7 +155,7 @@ def same_mathematics(answer: str, right: str) -> float:
 def reasoning_gym(
     prompts: Sequence[Any], completions: Sequence[Any], task: Sequence[str | None], entry: Sequence[Any], **columns: Any
 ) -> list[float | None]:
-    """What the scorer of `task` gives the answer, in [0, 1]; NaN where it raises. `entry`: the task's item, as JSON.
+    """Score of the answer by the scorer of `task`, in [0, 1]; NaN where it raises. `entry`: the task's item, as JSON.
 
     The answer is in `<answer>…</answer>` or the last line: those scorers pay a part for a long text with the answer in
     it.

@@ -1,4 +1,4 @@
-"""Processes that call a reward function and can be killed: a hung or crashing call costs the response it was for.
+"""Processes that call a reward function and can be killed: a call that hangs or crashes loses only its response.
 
 Each process imports the function by its path, and is asked for one response at a time. One that takes longer than its
 limit is killed and replaced; one that dies is replaced. They end with the process that started them, however it ends.
@@ -87,7 +87,7 @@ class Workers:
         self.close = weakref.finalize(self, kill_all, self.workers)  # when it is not used any more, or at exit
 
     def run(self, responses: Sequence[Response]) -> list[Any]:
-        """What the function returned for each response, or a `Failure`. Raises: RunFailure when it cannot be loaded."""
+        """The function's value for each response, or a `Failure`. Raises: RunFailure when it cannot be loaded."""
         results: list[Any] = [None] * len(responses)
         waiting = deque(range(len(responses)))
         for worker in [worker for worker in self.workers if worker.process.poll() is not None]:

@@ -268,14 +268,14 @@ async def unless_gone(request: Request, work: Coroutine[Any, Any, Any], cancelle
 
 # -------------------------------------------------------------------------------------------------------------- answers
 def object_of(asked: Completion, streamed: bool) -> str:
-    """OpenAI's name of what an answer is."""
+    """OpenAI's name for the kind of an answer."""
     if asked.chat:
         return "chat.completion.chunk" if streamed else "chat.completion"
     return "text_completion"
 
 
 def usage(asked: Completion, choices: Iterable[Choice]) -> Json:
-    """Numbers of tokens."""
+    """Token counts, in OpenAI's form."""
     prompt, sampled = sum(map(len, asked.prompts)), sum(len(choice.ids) for choice in choices)
     return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
 

@@ -1,4 +1,4 @@
-"""Bodies of requests, checked field by field before any work: what is asked for, or one line on why it cannot be.
+"""Bodies of requests, checked field by field before any work: a request, or one line on why it is refused.
 
 Fields and defaults are OpenAI's with vLLM's additions. A field that would change what is sampled and is not served is
 refused unless it has its neutral value; a misspelt one is refused, too. `noise` is ours: the uniform numbers to sample
