@@ -1,6 +1,7 @@
 """Who may import whom, and which libraries are imported only when needed."""
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -35,7 +36,8 @@ def module_name(path) -> str:
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
-def imported(path, nested: bool = True) -> set[str]:
+@functools.cache
+def imported(path, nested: bool = True) -> frozenset[str]:
     """The modules of this project that a file imports; without `nested` only at its top."""
     tree = ast.parse(path.read_text())
     found = set()
@@ -50,7 +52,7 @@ def imported(path, nested: bool = True) -> set[str]:
                 n for n, one in paths.items() if one.with_suffix(".py").is_file() or (one / "__init__.py").is_file()
             }
             found |= modules or {node.module}
-    return {name for name in found if name.split(".")[0] in ("lightrlhf", "datasets_prep", "examples")}
+    return frozenset(name for name in found if name.split(".")[0] in ("lightrlhf", "datasets_prep", "examples"))
 
 
 def room(name: str) -> str | None:
@@ -239,6 +241,7 @@ def test_a_name_that_the_library_does_not_export_is_an_attribute_error():
         lightrlhf.no_such_name  # noqa: B018
 
 
+@pytest.mark.slow
 def test_importing_the_programs_leaves_seeds_and_threads_alone():
     code = f"""
 import torch

@@ -53,6 +53,7 @@ def test_each_optional_package_is_brought_by_its_extra_and_tested():
     assert EXTRAS.keys() - WANTED.keys() == {"textworld", "fast_downward"}  # imported beside alfworld
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("program", "package"),
     [
@@ -75,6 +76,7 @@ def test_a_required_package_that_is_missing_is_a_line(program, package, tmp_path
     )
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="has no limits of resources")
 @pytest.mark.parametrize("program", ["lightrlhf.doctor", "lightrlhf.sft", "datasets_prep.cafe.prepare_data"])
 def test_where_no_file_may_be_written_a_line_says_so(program, tmp_path):
@@ -86,6 +88,7 @@ def test_where_no_file_may_be_written_a_line_says_so(program, tmp_path):
     assert done.stderr.startswith("error: ") and "TMPDIR" in done.stderr
 
 
+@pytest.mark.slow
 def test_any_other_exception_of_an_import_is_shown_as_it_is(tmp_path):
     (tmp_path / "torch.py").write_text("import no_such_package")
     path = f"{tmp_path}:{environment()['PYTHONPATH']}"

@@ -134,6 +134,7 @@ def test_search_is_without_case_and_in_quotes_of_whole_words(tmp_path):
     assert not samples.find("tea number").any()  # across two texts
 
 
+@pytest.mark.slow
 def test_only_the_index_is_in_memory_and_torch_is_not(tmp_path):
     write_rows(tmp_path / "rollouts.jsonl", [logged_row(step=i) for i in range(30)])
     code = (

@@ -53,6 +53,7 @@ def test_a_withdrawn_vote_counts_no_more_and_may_be_cast_again(tmp_path):
     assert [json.loads(line)["verdict"] for line in file.read_text().splitlines()] == ["A", "A", "withdrawn", "B"]
 
 
+@pytest.mark.slow
 def test_threads_and_processes_append_complete_rows_once_each(tmp_path):
     file = tmp_path / "votes.jsonl"
     code = f"""

@@ -187,6 +187,7 @@ env.close()
 """
 
 
+@pytest.mark.slow
 def test_equal_seeds_and_actions_give_equal_episodes_in_any_process(capsys):
     other = subprocess.run(
         [sys.executable, "-c", EPISODES], env=environment() | {"PYTHONHASHSEED": "1"}, cwd=ROOT,

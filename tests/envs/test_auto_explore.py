@@ -166,6 +166,7 @@ for seed in range(5):
 """
 
 
+@pytest.mark.slow
 def test_equal_seeds_and_actions_give_equal_episodes_in_any_process(explored, capsys):
     code = EPISODES.format(explored[1])
     other = subprocess.run(

@@ -47,6 +47,7 @@ def test_gymnasiums_own_checker_accepts_the_taxi(taxi):
     check_env(taxi, skip_render_check=True)
 
 
+@pytest.mark.slow
 def test_equal_seeds_and_actions_give_equal_episodes_in_any_process():
     code = """
 import random
