@@ -398,6 +398,10 @@ def test_the_menu_of_the_site_has_every_page():
     assert sorted(named) == sorted([*pages, "index.md"])
 
 
+def test_the_pages_stay_short():
+    assert sum(len(page.read_text(encoding="utf-8").split()) for page in PAGES if page.name != "README.md") <= 45_000
+
+
 @pytest.mark.parametrize("page", [page for page in PAGES if page.name not in WITHOUT_WORDS], ids=title)
 def test_a_page_leads_to_the_words_it_uses(page):
     """By a link to its own entry, in the paragraphs before the first heading or in the first section."""
