@@ -1,4 +1,4 @@
-"""Try a reward function on the data before it trains a model: what does it pay for answers that deserve nothing?
+"""Try a reward function on the data before it trains a model: which wrong answers does it reward?
 
 Each function scores, for the same prompts, the right answer, nothing, random words, a refusal, the prompt echoed, all
 answers of the sample in a row, the right answer a hundred times, and the answer of another row. Each is scored alone,
@@ -6,10 +6,10 @@ in a process that can be killed, so that a function that hangs or crashes is fou
 each suspicious case with its worst row, and exits with status 1 if there is one. Data with a column `task` is judged
 task by task.
 
-A case is suspicious where the right answer is not scored, or is not the best paid; where text without an answer gets,
-for any prompt, more than a tenth of its pay, a wrong or hedged answer more than half on average, or repetition more
-than once alone; and where the function fails. Without right answers in the data, only the four cases that do not
-need one are tried, and their pay is shown, not judged.
+A case is suspicious if the right answer is not scored, or does not have the highest score; if for any prompt text
+without an answer scores more than a tenth of it, a wrong or hedged answer more than half of it on average, or repeating
+it more than the answer alone; and if the function fails. Without right answers in the data, only the four cases that do
+not need one are tried, and their scores are shown, not judged.
 
 Left out: reward models (`lightrlhf.evaluate` has their accuracy), and attacks made for one function.
 """

@@ -1,9 +1,9 @@
 """Estimate the memory of a training run on one device before it starts.
 
-The run itself is done on tensors without data (torch's fake ones): the model as the library builds it, one update of
-one micro-batch, the engine's prefill and last decoding step, and a scoring pass. What they allocate and free is counted
-by tensor. So every dtype, cast and temporary counts as it is: float32 norms and adapters on a base held in bfloat16,
-the float32 copy of a matrix for its product, logits of a chunk, keys in float32 under autocast.
+The steps of the run are computed on tensors without data (torch's fake tensors): the model as the library builds it,
+one update of one micro-batch, the engine's prefill and last decoding step, and a scoring pass. What they allocate and
+free is counted by tensor, so every dtype, cast and temporary is included: float32 norms and adapters on a base held in
+bfloat16, the float32 copy of a matrix for its product, logits of a chunk, keys in float32 under autocast.
 
 A size such as `1.5B` is a Llama of about that size. Other programs: `online_dpo` and `refuel` are `dpo` (REFUEL's
 dialogues are its rows) with the rollout of `grpo` where they sample; `reflect_rl` is `ppo`.

@@ -1,8 +1,9 @@
 """Evaluate agents in a text environment: success, cost and length of episodes from fixed starts.
 
-Next to each experiment act the oracle, random commands and, at an OpenAI-compatible server, a language model that gets
-the rules in full. Episodes are sampled and greedy; success is given overall and by level, with a 95% interval. Prints a
-table; each experiment dir gets `eval/{env}_{split}.json` and the episodes as text in `eval/{env}_{split}.jsonl`.
+The oracle, random commands and, at an OpenAI-compatible server, a language model that gets the complete rules are
+evaluated beside the experiments. Episodes are sampled and greedy; success is given overall and by level, with a 95%
+interval. Prints a table; each experiment dir gets `eval/{env}_{split}.json` and the episodes as text in
+`eval/{env}_{split}.jsonl`.
 
 Left out: intervals over starts (the starts are fixed).
 """

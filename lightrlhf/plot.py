@@ -1,9 +1,9 @@
 """Draw the curves of one or more runs into a PNG.
 
 One panel per metric, one colour per run, thin lines as logged and thick ones smoothed. With `--group_seeds True` one
-colour per experiment name and settings: the mean over its seeds, in a band of one standard error on each side. It
-works during a run. With `--responses_file` it draws files of `lightrlhf.generate` with rewards:
-the reward by temperature, and of the best of n by n and by its KL, log n - (n-1)/n (Stiennon et al. 2020, appendix G.3;
+colour per experiment name and settings: the mean over its seeds, in a band of one standard error on each side. It works
+during a run. With `--responses_file` it draws files of `lightrlhf.generate` with rewards: the mean reward by
+temperature, and the reward of the best of n, by n and by its KL, log n - (n-1)/n (Stiennon et al. 2020, appendix G.3;
 an upper bound, exact where no two responses tie). Left out: interactive dashboards (the runs log to TensorBoard).
 """
 
