@@ -40,6 +40,7 @@ def contents(episodes: list[Episode]) -> list[list[tuple]]:
     return [[(d.action, d.reflection, d.prompt_ids, d.response_ids) for d in one.decisions] for one in episodes]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_an_episode_is_the_same_however_many_are_played_at_once(way, folders):
     played = [
@@ -131,6 +132,7 @@ def test_the_reflectors_prompt_has_no_commands_and_a_history_only_on_request(fol
     assert prompts.policy_prompt(text, info, None, None).endswith("# Choose:\n- west\n- east\n- wait\n# Action:\n")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", [{}, {"reflect_do_sample": True}, {"max_new_tokens": 4}])
 def test_a_prefix_cache_changes_no_episode_and_saves_tokens(folders, way):
     """With a history: the same episodes as without a cache, from fewer tokens of both models."""

@@ -184,6 +184,7 @@ def test_a_deep_copy_continues_like_the_original(explore_env):
     assert explore_env.step("cd ..")[:2] == other.step("cd ..")[:2] and explore_env.reset()[0] == other.reset()[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["SyncVectorEnv", "AsyncVectorEnv"])
 def test_many_at_once_by_gymnasiums_vector(kind, explored):
     options = {"context": "forkserver", "shared_memory": False} if kind == "AsyncVectorEnv" else {}
