@@ -43,6 +43,11 @@ def test_an_error_becomes_a_message_of_one_line_that_vanishes(streams, capsys):
     assert capsys.readouterr().err.count("Traceback") == 1  # of the unexpected one only
 
 
+def test_each_event_handler_shows_its_errors(backend):
+    handlers = [handler.fn for handler in build(backend).fns.values() if handler.fn]
+    assert len(handlers) > 30 and all(hasattr(handler, "__wrapped__") for handler in handlers)
+
+
 @pytest.mark.slow
 def test_one_model_without_a_run_is_served_without_a_message(browser, base_model):
     args = parse(DemoArgs, ["--model_name", str(base_model), "--accelerator", "cpu", "--port", str(free_port())])
