@@ -78,7 +78,7 @@ def test_a_required_package_that_is_missing_is_a_line(program, package, tmp_path
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="has no limits of resources")
-@pytest.mark.parametrize("program", ["lightrlhf.doctor", "lightrlhf.sft", "datasets_prep.cafe.prepare_data"])
+@pytest.mark.parametrize("program", ["lightrlhf.estimate", "lightrlhf.sft", "datasets_prep.cafe.prepare_data"])
 def test_where_no_file_may_be_written_a_line_says_so(program, tmp_path):
     code = "import os, resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))"
     code += "; os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
