@@ -17,7 +17,6 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -28,6 +27,7 @@ from lightrlhf.data.chat import controls
 from lightrlhf.data.macro_parsers import make_parser, parsed_segments, token_ends
 from lightrlhf.data.splits import check_vocabulary
 from lightrlhf.data.tokens import decode, encode_prompt, messages_of
+from lightrlhf.data.types import Tokenizer
 from lightrlhf.generation.engine import generate_steps
 from lightrlhf.generation.rollout import score_logprobs
 from lightrlhf.maths import macro_actions
@@ -40,16 +40,13 @@ from lightrlhf.storage.checkpoint import checkpoints, step_of
 from lightrlhf.storage.run_dir import choices, locate, read_arg, why_no_model
 from lightrlhf.storage.seals import check_sealed
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
 
 @dataclass
 class LoadedModel:
     """A policy and the tokenizer of its training data."""
 
     policy: Policy
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: Tokenizer
     lock: threading.Lock = field(default_factory=threading.Lock)  # one forward pass at a time: it switches adapters
 
 
@@ -255,7 +252,7 @@ def format_score(value: float | None) -> str:
     return "–" if value is None else f"{value:.2f}"
 
 
-def token_texts(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[str]:
+def token_texts(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
     """Return the text of each token; a character made of several tokens belongs to the first of them."""
     text = decode(tokenizer, ids)
     ends = token_ends(tokenizer, ids, text)
@@ -263,7 +260,7 @@ def token_texts(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[
 
 
 # ---------------------------------------------------------------------------------------------------------- prompts
-def as_prompt(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str | Messages:
+def as_prompt(tokenizer: Tokenizer, ids: Sequence[int]) -> str | Messages:
     """Decode a prompt, such that encoding it gives `ids` again: messages if the template reproduces them, else text.
 
     Raises: UsageError for a prompt with control tokens that no messages give, such as one with tools.

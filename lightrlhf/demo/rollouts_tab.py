@@ -13,12 +13,13 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import parse_qsl
 
 import gradio as gr
 
 from lightrlhf.cli.errors import UsageError
+from lightrlhf.data.types import Tokenizer
 from lightrlhf.demo.inputs import PRIVATE, event_values, make_html
 from lightrlhf.demo.models import token_texts
 from lightrlhf.demo.rollout_file import Samples, rollout_file
@@ -31,9 +32,6 @@ from lightrlhf.models.tokenizer import load_tokenizer
 from lightrlhf.storage.checkpoint import checkpoints
 from lightrlhf.storage.run_dir import locate, read_arg
 from lightrlhf.training.rollout_log import FILE, SAMPLES
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 LONGEST_ADDRESS = 4000  # characters
 READ_SECONDS = 0.2  # that a view waits for what has been added to a file
@@ -208,7 +206,7 @@ class Rollouts:
             return self.pieces[folder]
 
 
-def name_tokens(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[str]:
+def name_tokens(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
     """Return the text of each token, the name of a special one; ids that the tokenizer does not have are numbers."""
     special = set(tokenizer.all_special_ids)
     if any(not isinstance(i, int) or not 0 <= i < len(tokenizer) for i in ids):

@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -25,6 +25,7 @@ from lightrlhf.cli.groups import FrozenArgs
 from lightrlhf.data.batch import mix_seed
 from lightrlhf.data.splits import load_prompts
 from lightrlhf.data.tokens import encode_prompt
+from lightrlhf.data.types import Tokenizer
 from lightrlhf.demo import models
 from lightrlhf.demo.args import MAX_NAME, DemoArgs
 from lightrlhf.demo.dialogue import FORMS, Turn, clean_text, prompt_values, turn_at, with_system
@@ -38,9 +39,6 @@ from lightrlhf.rewards.encoding import Messages
 from lightrlhf.rewards.loading import load_scorer
 from lightrlhf.rewards.scorers import GroupScorer
 from lightrlhf.storage.run_dir import experiment_of, labels, locate, read_arg
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 UPDATE_SECONDS = 0.05  # shortest time between two updates of a streamed answer
 MAX_SIDE_BY_SIDE = 4
@@ -363,7 +361,7 @@ def next_index(
     return None
 
 
-def check_system(tokenizer: PreTrainedTokenizerBase, prompt: str | Messages, label: str) -> None:
+def check_system(tokenizer: Tokenizer, prompt: str | Messages, label: str) -> None:
     """Raise UsageError when a chat template writes the system message of a prompt as an answer of the model."""
     if isinstance(prompt, str) or prompt[0]["role"] != "system":
         return
