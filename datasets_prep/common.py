@@ -15,36 +15,33 @@ an assistant message of `weight` 0 carries no loss. A row may also have `tools`,
 `source` (its file and line, for error messages), `read_as` (the format it had) and `notes`, both for the report, and
 `no_pair` (why its two answers are no pair, which leaves its prompt and the chosen one to the other stages).
 
-A file holds flat tensors that programs map (`lightrlhf/data/flat.py`), four bytes a token. Left out: streaming of
-datasets that do not fit in memory, and packing (the trainers do it).
+Rows are read, encoded (`stream`) and written in a stream, so memory does not grow with them but for some bytes a row;
+what was killed goes on when it is called again (`spool`). Left out: packing, which the trainers do.
 """
 
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import os
-import random
-from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Literal
-
-import numpy as np
-import torch
-from tqdm import tqdm
 
 from datasets_prep import encoding, report
 from datasets_prep.destination import check_own, read_object, replacing
 from datasets_prep.encoding import STAGES, Dropped, Encoder, Example
 from datasets_prep.hub import push
 from datasets_prep.reading import Source
+from datasets_prep.selection import Selection
 from datasets_prep.splits import Placement, shares_of
+from datasets_prep.spool import FOLDER, Encoded, Spool
+from datasets_prep.stream import SourceRows, encode
 from datasets_prep.turns import BadRow
 from lightrlhf.cli.errors import RunFailure, UsageError, first_line
 from lightrlhf.cli.fields import at_least, flag, random_seed
@@ -52,20 +49,18 @@ from lightrlhf.cli.groups import DryRunArgs
 from lightrlhf.cli.hub import check_repository, is_gguf
 from lightrlhf.cli.parser import parse, to_dict
 from lightrlhf.data.chat import declare_ends
-from lightrlhf.data.packing import write_rows
+from lightrlhf.data.packing import FlatWriter
 from lightrlhf.data.rendering import Unrendered, render_shown
-from lightrlhf.data.splits import SPLITS
 from lightrlhf.data.tokens import adds_bos, check_end_token, encode_prompt
 from lightrlhf.gguf.files import from_gguf
 from lightrlhf.storage.destinations import check_destination
 from lightrlhf.storage.jsonl import Row
 from lightrlhf.storage.locks import lock_folder
-from lightrlhf.storage.writing import save_pickled
+from lightrlhf.storage.writing import save_pickled, writing
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-CHUNK = 1000  # rows tokenised per call
 RESPONSE_ROOM = 128  # tokens left for a response by default, as many as the trainers sample
 # Chat template for a tokenizer without one: the format in which the helpful-harmless dataset was published, with an end
 # token after each answer, so that every turn of a dialogue has one.
@@ -191,19 +186,9 @@ def source_of(args: PrepareArgs) -> Source:
     return source
 
 
-def rows_of(source: Source, to_row: Callable[[dict], Row], num_samples: int | None) -> Iterator[Row | Dropped]:
+def rows_of(source: Source, to_row: Callable[[dict], Row], num_samples: int | None) -> SourceRows:
     """Rows of a source; `Dropped` for a raw row that `to_row` rejects."""
-    for raw in islice(source, num_samples):
-        if raw.broken:
-            yield Dropped(raw.broken, raw.source)
-            continue
-        try:
-            row = to_row(raw.values)
-        except BadRow as bad:
-            yield Dropped(str(bad), raw.source, row=raw.values)  # few, so kept even if they are not saved
-            continue
-        held_out = raw.split if raw.split != "train" else None  # `Placement` carves missing splits out of train
-        yield {"split": held_out, **row, "source": raw.source}
+    return SourceRows(source, to_row, num_samples)
 
 
 def column(raw: dict, name: str, kind: type | tuple[type, ...] = str) -> Any:
@@ -308,32 +293,17 @@ def prepare(
         raise UsageError(f"--stage {args.stage}: this dataset supports {', '.join(stages)}")
     encoder = Encoder(args, tokenizer, Placement(args, stages, given, wraps), wraps)
     if args.dry_run:
-        examples, dropped = collect(args, islice(rows, report.TRIED), encoder)
-        if not examples:
-            raise RunFailure(report.no_rows(args, examples, dropped))
-        return report.try_out(args, examples, dropped, tokenizer)
-    examples, dropped = collect(args, rows, encoder)
-    if "unpaired" in examples and (odd := next((d for d in dropped if d.reason.startswith("label is neither")), None)):
-        raise RunFailure(f"{odd.source}: {odd.reason}; other rows have such labels")
-    if not any("train" in splits for splits in examples.values()):
-        raise RunFailure(report.no_rows(args, examples, dropped))
-    replaced = read_object(destination / "args.json").get("dataset_name")
-    summary = report.summarise(args, examples, dropped, tokenizer, earlier=read_object(destination / "report.json"))
-    with replacing(destination, STAGES if args.stage == "all" else [args.stage]) as folder:
-        for stage, splits in examples.items():
-            for split, members in splits.items():
-                write_rows(folder / f"{stage}_{split}.pt", stage, table(stage, members, args.mask_prompt))
-        tokenizer.save_pretrained(folder / "tokenizer")
-        if isinstance(example_prompt, str) and wraps:
-            example_prompt = [{"role": "user", "content": example_prompt}]
-        ids = encode_prompt(tokenizer, example_prompt)
-        text = example_prompt if isinstance(example_prompt, str) else tokenizer.decode(ids)
-        save_pickled(folder / "example_prompt.pt", {"prompt": text, "input_ids": ids, "attention_mask": [1] * len(ids)})
-        if args.save_skipped_examples:
-            report.write_skipped(folder / f"skipped_{args.stage}.jsonl", dropped)
-        report.write(folder, summary)
+        with TemporaryDirectory() as folder, encoded(args, islice(rows, report.TRIED), encoder, folder) as selection:
+            if not selection.splits:
+                raise RunFailure(report.no_rows(args, selection))
+            return report.try_out(args, selection, tokenizer)
+    about = fingerprint(args, rows, tokenizer, given, stages)
+    with encoded(args, rows, encoder, destination / FOLDER, about) as selection:
+        check_kept(args, selection)
+        replaced = read_object(destination / "args.json").get("dataset_name")
+        earlier = read_object(destination / "report.json")
         stored = to_dict(args) | {"judge": judge, "reward": reward, "versions": report.versions()}
-        (folder / "args.json").write_text(json.dumps(stored, indent=2) + "\n", encoding="utf-8")
+        summary = write(args, selection, tokenizer, earlier, stored, example_prompt, wraps)
     report.show(summary, destination)
     if replaced and args.stage == "all" and replaced != args.dataset_name:
         print(f"  replaced the data that was prepared from {replaced}")
@@ -343,105 +313,125 @@ def prepare(
     return summary
 
 
-# ------------------------------------------------------------------------------------------------------------ collect
-def collect(
-    args: PrepareArgs, rows: Iterable[Row | Dropped], encoder: Encoder
-) -> tuple[dict[str, dict[str, list[Example]]], list[Dropped]]:
-    """Examples by stage and split, and dropped rows; independent of `num_proc`."""
-    dropped: list[Dropped] = []
-    seen: set[tuple[str, int]] = set()
-    unique: list[Example] = []
-    for examples, rejected in _encoded(_usable(rows, dropped), encoder, args.num_proc or os.cpu_count() or 1):
-        dropped += rejected
-        for example in examples:
-            duplicate = (example.stage, example.key) in seen
-            if duplicate and (args.remove_same_inputs or example.stage == "dialogue"):
-                reason = "same_dialogue" if example.stage == "dialogue" else "same_input"
-                dropped.append(Dropped(reason, example.place.source, example.stage, example.row))
-                continue
-            seen.add((example.stage, example.key))
-            unique.append(example)
-    held_out: dict[int, str] = {}
-    for split in ("validation", "test"):  # test wins over validation, both over train
-        held_out |= {example.place.group: split for example in unique if example.place.split == split}
-    result: dict[str, dict[str, list[Example]]] = defaultdict(lambda: defaultdict(list))
-    for example in unique:
-        belongs = held_out.get(example.place.group, "train")
-        if belongs != example.place.split:
-            reason = f"prompt_also_in_{belongs}"
-            dropped.append(Dropped(reason, example.place.source, example.stage, example.row))
-        else:
-            result[example.stage][example.place.split].append(example)
-    stages = [stage for stage in STAGES if stage in result]
-    ordered = {stage: {split: result[stage][split] for split in SPLITS if split in result[stage]} for stage in stages}
-    if args.shuffle:
-        for stage, splits in ordered.items():
-            for split, members in splits.items():
-                random.Random(f"{args.seed}/{stage}/{split}").shuffle(members)
-    return ordered, dropped
-
-
-def _usable(rows: Iterable[Row | Dropped], dropped: list[Dropped]) -> Iterator[Row]:
-    for row in tqdm(rows, unit=" rows", disable=None):
-        if isinstance(row, Dropped):
-            dropped.append(row)
-        else:
-            yield row
-
-
-def _encoded(rows: Iterator[Row], encoder: Encoder, num_proc: int) -> Iterator[tuple[list[Example], list[Dropped]]]:
-    """Encode chunks of rows, in order; in this process if there is only one chunk."""
-    chunks = iter(lambda: list(islice(rows, CHUNK)), [])
-    first = list(islice(chunks, 2))
-    if num_proc == 1 or len(first) < 2:
-        yield from map(encoder, first)
-        yield from map(encoder, chunks)
-        return
-    with _pool(num_proc, encoder) as pool:
-        waiting = deque(pool.submit(encoding.work, chunk) for chunk in first)
-        for chunk in chunks:  # a few chunks are queued at a time, so memory does not grow with the file
-            waiting.append(pool.submit(encoding.work, chunk))
-            if len(waiting) > 3 * num_proc:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
-
-
 @contextmanager
-def _pool(num_proc: int, encoder: Encoder) -> Iterator[ProcessPoolExecutor]:
-    try:
-        with ProcessPoolExecutor(num_proc, initializer=encoding.start_worker, initargs=(encoder,)) as pool:
-            yield pool
-    except BrokenProcessPool:
-        raise RunFailure("a tokenising process was killed, perhaps for memory; use a lower --num_proc") from None
+def encoded(
+    args: PrepareArgs, rows: Iterable[Row | Dropped], encoder: Encoder, folder: str | Path, about: Any = None
+) -> Iterator[Selection]:
+    """Encode all rows into a folder, which goes with the `with` block; yields the examples that are kept.
+
+    about: what the rows and the encoder are; a folder that was left by a killed preparation of the same is gone on
+    with. After an interrupt by the user it stays, too.
+    """
+    with writing(f"--destination_dir {args.destination_dir}"):
+        spool = Spool(Path(folder), about)
+        if spool.rows:
+            print(f"{folder}: goes on behind the {spool.rows:,} rows that an interrupted preparation has read")
+        elif spool.was_other:
+            print(f"{folder}: an interrupted preparation had other arguments or another source; begins anew")
+        try:
+            encode(rows, encoder, spool, args.num_proc or os.cpu_count() or 1)
+            yield Selection(args, Encoded(spool))
+        except KeyboardInterrupt:
+            spool.close()
+            raise
+        except BaseException:
+            spool.remove()
+            raise
+        spool.remove()
+
+
+def fingerprint(
+    args: PrepareArgs, rows: Any, tokenizer: PreTrainedTokenizerBase, given: frozenset[str], stages: tuple[str, ...]
+) -> dict[str, Any] | None:
+    """What decides the encoded rows; None for rows that are not of a source."""
+    if not isinstance(rows, SourceRows):
+        return None
+    names = ("num_proc", "push_to_hub", "destination_dir")
+    arguments = {name: value for name, value in to_dict(args).items() if name not in names}
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    known = [
+        backend.to_str() if backend else repr(tokenizer),
+        str(tokenizer.chat_template),
+        str(tokenizer.special_tokens_map),
+    ]
+    return {
+        "arguments": arguments,
+        "tokenizer": hashlib.sha256("".join(known).encode()).hexdigest(),
+        "source": [*rows.source.files(), sorted(given), stages],
+        "versions": report.versions(),
+    }
+
+
+def check_kept(args: PrepareArgs, selection: Selection) -> None:
+    """Raises: RunFailure where no row is left to train on, or some labels are no labels."""
+    odd = next((kind for kind in selection.drops.counts if kind[0].startswith("label is neither")), None)
+    if "unpaired" in selection.splits and odd:
+        raise RunFailure(f"{selection.drops.sources[odd][0]}: {odd[0]}; other rows have such labels")
+    if not any("train" in splits for splits in selection.splits.values()):
+        raise RunFailure(report.no_rows(args, selection))
+
+
+def write(
+    args: PrepareArgs,
+    selection: Selection,
+    tokenizer: PreTrainedTokenizerBase,
+    earlier: dict[str, Any],
+    stored: dict[str, Any],
+    example_prompt: str | list[dict[str, str]],
+    wraps: bool,
+) -> dict[str, Any]:
+    """Write all files; returns the report. stored: for args.json."""
+    with replacing(Path(args.destination_dir), STAGES if args.stage == "all" else [args.stage]) as folder:
+        files = {
+            f"{stage}_{split}": write_split(folder, selection, stage, split, args, tokenizer)
+            for stage, splits in selection.splits.items()
+            for split in splits
+        }
+        tokenizer.save_pretrained(folder / "tokenizer")
+        if isinstance(example_prompt, str) and wraps:
+            example_prompt = [{"role": "user", "content": example_prompt}]
+        ids = encode_prompt(tokenizer, example_prompt)
+        text = example_prompt if isinstance(example_prompt, str) else tokenizer.decode(ids)
+        save_pickled(folder / "example_prompt.pt", {"prompt": text, "input_ids": ids, "attention_mask": [1] * len(ids)})
+        if args.save_skipped_examples:
+            report.write_skipped(folder / f"skipped_{args.stage}.jsonl", selection.dropped())
+        summary = report.summarise(args, selection, files, tokenizer, earlier)
+        report.write(folder, summary)
+        (folder / "args.json").write_text(json.dumps(stored, indent=2) + "\n", encoding="utf-8")
+    return summary
 
 
 # -------------------------------------------------------------------------------------------------------------- write
-def table(stage: str, examples: list[Example], mask_prompt: bool) -> list[dict[str, Any]]:
-    """Rows of one `.pt` file, as plain dicts whose ids are int32 views of one tensor."""
-    ids = _views([part for example in examples for part in example.ids])
-    if stage == "finetune":
-        targets = _views([encoding.targets_of(example, mask_prompt) for example in examples])
-        return [{"prompt_len": e.prompt_len, "input_ids": i, "targets": t} for e, i, t in zip(examples, ids, targets)]
-    if stage == "preference":
-        return [
-            {"prompt_len": e.prompt_len, "chosen_input_ids": chosen, "rejected_input_ids": rejected}
-            | ({"columns": e.extra} if e.extra else {})
-            for e, chosen, rejected in zip(examples, ids[0::2], ids[1::2])
-        ]
-    if stage == "unpaired":
-        return [
-            {"prompt_len": e.prompt_len, "input_ids": i, "label": e.label, "columns": e.extra}
-            for e, i in zip(examples, ids)
-        ]
-    if stage == "prompts":
-        return [{"prompt_len": e.prompt_len, "input_ids": i, "columns": e.extra} for e, i in zip(examples, ids)]
-    return [
-        {"messages": e.extra, "input_ids": i, "turn_spans": e.spans} | ({"columns": e.columns} if e.columns else {})
-        for e, i in zip(examples, ids)
-    ]
+def rows_of_file(stage: str, examples: Iterable[Example], mask_prompt: bool) -> Iterator[Row]:
+    """Rows of a `.pt` file."""
+    for e in examples:
+        ids = e.ids[0]
+        if stage == "finetune":
+            yield {"prompt_len": e.prompt_len, "input_ids": ids, "targets": encoding.targets_of(e, mask_prompt)}
+        elif stage == "preference":
+            columns = {"columns": e.extra} if e.extra else {}
+            yield {"prompt_len": e.prompt_len, "chosen_input_ids": ids, "rejected_input_ids": e.ids[1]} | columns
+        elif stage == "dialogue":
+            columns = {"columns": e.columns} if e.columns else {}
+            yield {"messages": e.extra, "input_ids": ids, "turn_spans": e.spans} | columns
+        else:
+            label = {"label": e.label} if stage == "unpaired" else {}
+            yield {"prompt_len": e.prompt_len, "input_ids": ids} | label | {"columns": e.extra}
 
 
-def _views(arrays: list[np.ndarray]) -> tuple[torch.Tensor, ...]:
-    whole = torch.from_numpy(np.concatenate(arrays))  # (sum of lengths,) int32
-    return whole.split([len(array) for array in arrays])
+def write_split(
+    folder: Path, selection: Selection, stage: str, split: str, args: PrepareArgs, tokenizer: PreTrainedTokenizerBase
+) -> dict[str, Any]:
+    """Write a `.pt` file; returns what the report says of it."""
+    numbers = selection.splits[stage][split]
+    try:
+        with FlatWriter(folder / f"{stage}_{split}.pt", stage) as file:
+            return report.describe(
+                selection,
+                stage,
+                numbers,
+                tokenizer,
+                lambda own: file.extend(rows_of_file(stage, own, args.mask_prompt)),
+            )
+    except RunFailure as problem:  # names a temporary file; its cause gets the name of the destination
+        raise problem.__cause__ or problem from None

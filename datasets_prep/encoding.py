@@ -15,8 +15,6 @@ Left out: truncation of a dialogue at its beginning.
 from __future__ import annotations
 
 import hashlib
-import os
-import signal
 import unicodedata
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
@@ -28,7 +26,6 @@ from datasets_prep.borders import is_bytes_of_words
 from datasets_prep.plans import Plan, Planner, Segment
 from datasets_prep.turns import BadRow
 from lightrlhf.cli.errors import UsageError
-from lightrlhf.cli.processes import end_with_parent
 from lightrlhf.data.chat import FIELDS, MARK, check_spelling
 from lightrlhf.data.splits import IGNORE_INDEX
 from lightrlhf.data.tokens import Piece, adds_bos, own_ids, text_pieces
@@ -403,19 +400,3 @@ def _kept(spans: Sequence[tuple[int, int]], pieces: list[EncodedPiece]) -> list[
         kept += [any(a < end + shift and start + shift < b for a, b in spans) for start, end in offsets]
         begin += len(piece.text) + len(MARK)
     return kept
-
-
-_encoders: list[Encoder] = []  # of a worker process: one, sent at its start instead of with each chunk
-
-
-def start_worker(encoder: Encoder) -> None:
-    """Initialise a worker process with its encoder."""
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one process per core already
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
-    end_with_parent()
-    _encoders[:] = [encoder]
-
-
-def work(rows: list[Row]) -> tuple[list[Example], list[Dropped]]:
-    """Encode a chunk in a worker process."""
-    return _encoders[0](rows)

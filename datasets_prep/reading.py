@@ -77,11 +77,14 @@ class Source:
         self, name: str, config: str | None = None, revision: str | None = None, skip_bad_lines: bool | None = None
     ) -> None:
         self.name = name
+        self.version = (config, revision)
+        self.paths: list[Path] = []
         self._texts: list[Callable[[], Rows]] = []
         path = Path(name).expanduser()
         self._parts: list[tuple[str | None, Callable[[], Rows]]]
         if path.exists():
-            files = [(file, partial(_read, file, skip_bad_lines)) for file in _files_of(path)]
+            self.paths = _files_of(path)
+            files = [(file, partial(_read, file, skip_bad_lines)) for file in self.paths]
             self._parts = [(_split_of(file, root=path), read) for file, read in files]
             self._texts = [read for file, read in files if not is_table(file)]
         elif name.lower().endswith(SUFFIXES) or name.startswith((".", "/", "~")):
@@ -101,6 +104,14 @@ class Source:
                     yield Raw({}, source, split, values.kind)
                 else:
                     yield Raw(values, source, split)
+
+    def files(self) -> list[list[Any]]:
+        """What is read: each file with its size and date; of the hub its name and revision."""
+        if not self.paths:
+            return [[self.name, *self.version]]
+        every = [one for path in self.paths for one in ([path] if path.is_file() else sorted(path.rglob("*")))]
+        stats = [(str(path.resolve()), path.stat()) for path in every]
+        return [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]
 
     def check(self, num_samples: int | None = None) -> None:
         """Read all text files, or a limited number of rows. Raises: RunFailure for a damaged file."""

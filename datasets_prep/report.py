@@ -11,14 +11,15 @@ import hashlib
 import json
 import platform
 from collections import Counter
-from collections.abc import Iterable
-from itertools import islice
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from datasets_prep.encoding import Dropped, Example
+from datasets_prep.selection import Selection
+from datasets_prep.spool import LABELS, batches
 from lightrlhf.cli.parser import to_dict
 from lightrlhf.data.tokens import marked_text
 
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MANY = 0.05  # share of rows
-NAMED = 5  # unreadable lines shown of each kind
 TRIED, SHOWN = 1000, 2  # rows that a dry run reads, and prints of each kind
 TOO_LONG = (
     "prompt_too_long",
@@ -55,7 +55,6 @@ REMEDIES = {  # how the reason for dropping a row begins: the flag, or what to d
     "no_column_": "these are not the columns of this dataset; datasets_prep.generic reads other files",
     "empty_": "write the text, or leave such rows out",
 }
-Splits = dict[str, dict[str, list[Example]]]
 
 
 def versions() -> dict[str, str]:
@@ -73,46 +72,36 @@ def versions() -> dict[str, str]:
 
 
 def summarise(
-    args: Any, examples: Splits, dropped: list[Dropped], tokenizer: PreTrainedTokenizerBase, earlier: dict
+    args: Any, selection: Selection, files: dict[str, Any], tokenizer: PreTrainedTokenizerBase, earlier: dict
 ) -> dict[str, Any]:
-    """Counts, drop reasons, lengths, special tokens, hashes and a sample of each file.
+    """Counts and drop reasons, beside what `describe` said of the files.
 
     `earlier` is the report of a run for another stage in the same folder; its files remain listed.
     """
-    files = {
-        f"{stage}_{split}": _describe(stage, members, tokenizer)
-        for stage, splits in examples.items()
-        for split, members in splits.items()
-    }
     if args.stage != "all":
         kept = {name: file for name, file in earlier.get("files", {}).items() if name.split("_")[0] != args.stage}
         files = kept | files
-    where: dict[tuple[str, str], str] = {}
-    for row in dropped:
-        if (kind := (row.reason, row.stage or "any")) not in where:
-            where[kind] = _first(row, dropped)
-    counts = Counter((row.reason, row.stage or "any") for row in dropped)
     reasons = [
-        {"reason": reason, "stage": stage, "rows": count, "first": where[reason, stage]}
+        {"reason": reason, "stage": stage or "any", "rows": count, "first": selection.drops.first((reason, stage))}
         | ({"remedy": todo} if (todo := remedy(args, reason, stage)) else {})
-        for (reason, stage), count in sorted(counts.items())
+        for (reason, stage), count in sorted(
+            selection.drops.counts.items(), key=lambda one: (one[0][0], one[0][1] or "any")
+        )
     ]
-    every = [example for splits in examples.values() for members in splits.values() for example in members]
-    kinds = _by_kind(examples)
+    kinds = _by_kind(selection)
     before = {name: [e for e in earlier.get(name, []) if e["stage"] != args.stage] for name in ("read_as", "notes")}
     before = before if args.stage != "all" else {"read_as": [], "notes": []}
-    notes = Counter((note, example.stage) for example in every for note in example.notes)
     return {
         "arguments": to_dict(args),
         "versions": versions(),
         "read_as": [
-            {"format": name, "stage": stage, "rows": len(rows), "sample": marked(stage, rows[0], tokenizer)}
-            for (name, stage), rows in kinds.items()
+            {"format": name, "stage": stage, "rows": len(own), "sample": _sample(selection, int(own[0]), tokenizer)}
+            for (name, stage), own in kinds.items()
             if name
         ]
         + before["read_as"],
         "files": files,
-        "notes": [{"note": note, "stage": stage, "rows": n} for (note, stage), n in sorted(notes.items())]
+        "notes": [{"note": note, "stage": stage, "rows": n} for (note, stage), n in sorted(_notes(selection).items())]
         + before["notes"],
         "dropped": reasons,
     }
@@ -130,58 +119,88 @@ def remedy(args: Any, reason: str, stage: str | None) -> str:
     return f"{todo} ({value})"
 
 
-def no_rows(args: Any, examples: Splits, dropped: list[Dropped]) -> str:
+def no_rows(args: Any, selection: Selection) -> str:
     """The error of a preparation without a training split."""
-    if examples:
+    if selection.splits:
         return (
             f"--dataset_name {args.dataset_name}: all rows are in validation and test, none is left to train on; "
             "give --validation_percentage 0 --test_percentage 0"
         )
-    if not dropped:
+    reasons = selection.drops.most(3)
+    if not reasons:
         return f"--dataset_name {args.dataset_name} has no rows"
-    reasons = Counter(row.reason for row in dropped).most_common(3)
-    first = next(row for row in dropped if row.reason == reasons[0][0])
+    first = next(kind for kind in selection.drops.counts if kind[0] == reasons[0][0])
     counts = ", ".join(f"{count} x {reason}" for reason, count in reasons)
-    todo = "".join(f"; {todo}" for todo in [remedy(args, first.reason, first.stage)] if todo)
-    return f"--dataset_name {args.dataset_name}: no row is left to train on ({counts}; first {first.source}){todo}"
+    todo = "".join(f"; {todo}" for todo in [remedy(args, *first)] if todo)
+    where = selection.drops.sources[first][0]
+    return f"--dataset_name {args.dataset_name}: no row is left to train on ({counts}; first {where}){todo}"
 
 
-def _first(row: Dropped, dropped: list[Dropped]) -> str:
-    """The source of a dropped row; for an unreadable line, the first few such lines of its file."""
-    if not row.reason.startswith("bad_line"):
-        return row.source
-    file = row.source.rpartition(":")[0]
-    sources = (other.source.rpartition(":") for other in dropped if other.reason == row.reason)
-    return f"{file}:" + ", ".join(islice((line for name, _, line in sources if name == file), NAMED))
-
-
-def _by_kind(examples: Splits) -> dict[tuple[str, str], list[Example]]:
-    """Examples by the format that they were read as and their stage."""
-    kinds: dict[tuple[str, str], list[Example]] = {}
-    for stage, splits in examples.items():
-        for members in splits.values():
-            for example in members:
-                kinds.setdefault((example.read_as or "", stage), []).append(example)
+def _by_kind(selection: Selection) -> dict[tuple[str, str], np.ndarray]:
+    """Numbers of examples by the format that they were read as and their stage."""
+    kinds: dict[tuple[str, str], np.ndarray] = {}
+    for stage in selection.splits:
+        numbers = selection.of_stage(stage)
+        own = selection.encoded.index["kind"][numbers]
+        names: dict[str, list[int]] = {}
+        for number, (name, _) in enumerate(selection.encoded.kinds):
+            names.setdefault(name or "", []).append(number)
+        found = {(name, stage): numbers[np.isin(own, places)] for name, places in names.items()}
+        kinds |= {kind: one for kind, one in found.items() if len(one)}
     return dict(sorted(kinds.items()))
 
 
-def _describe(stage: str, examples: list[Example], tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    lengths = np.array([len(ids) for example in examples for ids in example.ids])
-    prompts = np.array([example.prompt_len for example in examples])
-    every = np.concatenate([ids for example in examples for ids in example.ids])
+def _notes(selection: Selection) -> Counter[tuple[str, str]]:
+    """Numbers of examples by note and stage."""
+    counts: Counter[tuple[str, str]] = Counter()
+    for stage in selection.splits:
+        own = np.bincount(selection.encoded.index["kind"][selection.of_stage(stage)])
+        for (_, notes), count in zip(selection.encoded.kinds, own.tolist()):
+            counts.update({(note, stage): notes.count(note) * count for note in {*notes} if count})
+    return counts
+
+
+def _sample(selection: Selection, number: int, tokenizer: PreTrainedTokenizerBase) -> str:
+    example = selection.encoded.example(number)
+    return marked(example.stage, example, tokenizer)
+
+
+def describe(
+    selection: Selection,
+    stage: str,
+    numbers: np.ndarray,
+    tokenizer: PreTrainedTokenizerBase,
+    write: Callable[[list[Example]], object] = list,
+) -> dict[str, Any]:
+    """Lengths, special tokens, content hash and a sample of a file; its examples go to `write`, some at a time."""
+    index = selection.encoded.index[numbers]
+    lengths = np.concatenate([index["first"], index["second"]] if stage == "preference" else [index["first"]])
     special = {name: getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "unk")}
+    counts, digest = Counter[str](), hashlib.sha256()
+    for batch in batches(numbers):
+        examples = [selection.encoded.example(number) for number in batch]
+        every = np.concatenate([ids for example in examples for ids in example.ids])
+        counts.update({name: int((every == i).sum()) for name, i in special.items() if i is not None})
+        for example in examples:
+            _add_content(digest, example)
+        write(examples)
     edges = np.unique(np.linspace(0, max(int(lengths.max()), 1), 21).astype(int))
+    labels = [str(LABELS[label]) for label in dict.fromkeys(index["label"].tolist())]
     return {
-        "rows": len(examples),
+        "rows": len(index),
         "tokens": int(lengths.sum()),
-        "prompt_length": _spread(prompts),
+        "prompt_length": _spread(index["prompt_len"]),
         "length": _spread(lengths),
         "histogram": {"edges": edges.tolist(), "counts": np.histogram(lengths, edges)[0].tolist()},
-        "cut_by_max_length": sum(example.cut for example in examples),
-        **({"labels": dict(Counter(str(example.label) for example in examples))} if stage == "unpaired" else {}),
-        "special_tokens": {name: int((every == i).sum()) for name, i in special.items() if i is not None},
-        "sha256": _content_hash(examples),
-        "sample": marked(stage, examples[0], tokenizer),
+        "cut_by_max_length": int(index["cut"].sum()),
+        **(
+            {"labels": {name: int((index["label"] == LABELS.index(name == "True")).sum()) for name in labels}}
+            if stage == "unpaired"
+            else {}
+        ),
+        "special_tokens": dict(counts),
+        "sha256": digest.hexdigest(),
+        "sample": _sample(selection, int(numbers[0]), tokenizer),
     }
 
 
@@ -191,15 +210,12 @@ def _spread(lengths: np.ndarray) -> dict[str, float]:
     return {"mean": mean, "p5": low, "median": middle, "p95": high, "max": longest}
 
 
-def _content_hash(examples: list[Example]) -> str:
-    digest = hashlib.sha256()
-    for example in examples:
-        values = [example.prompt_len, example.spans, example.extra]
-        values += [] if example.label is None else [example.label]
-        digest.update(json.dumps(values, sort_keys=True, default=str).encode())
-        for ids in example.ids:
-            digest.update(len(ids).to_bytes(8, "big") + ids.astype("<i4").tobytes())
-    return digest.hexdigest()
+def _add_content(digest: Any, example: Example) -> None:
+    values = [example.prompt_len, example.spans, example.extra]
+    values += [] if example.label is None else [example.label]
+    digest.update(json.dumps(values, sort_keys=True, default=str).encode())
+    for ids in example.ids:
+        digest.update(len(ids).to_bytes(8, "big") + ids.astype("<i4").tobytes())
 
 
 def marked(stage: str, example: Example, tokenizer: PreTrainedTokenizerBase) -> str:
@@ -293,17 +309,19 @@ def length_warnings(summary: dict[str, Any]) -> list[str]:
     return lines
 
 
-def try_out(args: Any, examples: Splits, dropped: list[Dropped], tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+def try_out(args: Any, selection: Selection, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     """Print the first rows of each kind, decoded and with the trained part marked, and counts; returns the report."""
-    for (name, stage), rows in _by_kind(examples).items():
+    for (name, stage), numbers in _by_kind(selection).items():
         read = f", read as {name}" if name else ""
-        for number, example in enumerate(rows[:SHOWN], start=1):
+        for number, example in enumerate(map(selection.encoded.example, numbers[:SHOWN].tolist()), start=1):
             label = "" if example.label is None else f", label {example.label}"
             print(f"--- {stage} {number}{read}{label}: {len(example.ids[0])} tokens")
             print(marked(stage, example, tokenizer))
-    summary = summarise(args, examples, dropped, tokenizer, earlier={})
+    every = [(stage, split, own) for stage, splits in selection.splits.items() for split, own in splits.items()]
+    files = {f"{stage}_{split}": describe(selection, stage, own, tokenizer) for stage, split, own in every}
+    summary = summarise(args, selection, files, tokenizer, earlier={})
     print(f"⟦ and ⟧ stand around what is trained. Of the first {TRIED:,} rows:")
-    for stage, splits in examples.items():
+    for stage, splits in selection.splits.items():
         print(f"  kept for {stage}: {', '.join(f'{len(rows)} {split}' for split, rows in splits.items())}")
     _show_reasons(summary)
     print("nothing was written; leave --dry_run out to prepare all rows")
@@ -342,7 +360,7 @@ def _show_reasons(summary: dict[str, Any]) -> None:
             print(f"  warning: all rows of {name} have the label {next(iter(file['labels']))}; kto and bco need both")
 
 
-def write_skipped(path: Path, dropped: list[Dropped]) -> None:
+def write_skipped(path: Path, dropped: Iterable[Dropped]) -> None:
     """Write the rows that were dropped, with their reasons, as JSON lines."""
-    lines = (json.dumps(dataclasses.asdict(row), default=str) + "\n" for row in dropped)
-    path.write_text("".join(lines), encoding="utf-8")
+    with path.open("w", encoding="utf-8") as file:
+        file.writelines(json.dumps(dataclasses.asdict(row), default=str) + "\n" for row in dropped)

@@ -13,13 +13,13 @@ import psutil
 import pytest
 import torch
 from helpers import environment
-from helpers.data import arguments, collected, every, gpt2_like, write_lines
+from helpers.data import arguments, collect, collected, every, gpt2_like, write_lines
 from helpers.errors import error_naming
 from helpers.flat import stored_rows
 from helpers.processes import PATIENCE, started
 from transformers import AutoTokenizer
 
-from datasets_prep import common
+from datasets_prep import common, stream
 from datasets_prep.common import PrepareArgs, prepare
 from datasets_prep.encoding import Encoder, targets_of
 from datasets_prep.generic import prepare_data as generic
@@ -128,7 +128,7 @@ def test_given_splits_are_kept_and_win_over_train():
     args = arguments()
     tokenizer = common.complete(gpt2_like(), None)
     encoder = Encoder(args, tokenizer, Placement(args, given=frozenset({"test"})))
-    examples, dropped = common.collect(arguments(remove_same_inputs=False), rows, encoder)
+    examples, dropped = collect(arguments(remove_same_inputs=False), rows, encoder)
     assert len(examples["prompts"]["test"]) == 10  # nothing more is carved out
     assert [row.reason for row in dropped] == ["prompt_also_in_test"] * 5
     texts = prompts_by_split(examples, "prompts")
@@ -291,7 +291,7 @@ def test_unmasked_prompt_has_targets():
 
 
 def test_two_runs_and_any_num_proc_give_the_same_hashes(write, monkeypatch):
-    monkeypatch.setattr(common, "CHUNK", 16)
+    monkeypatch.setattr(stream, "CHUNK", 16)
     rows = pairs(130)
     reports = [write(rows, f"run{n}", num_proc=n)[1] for n in (1, 2)]
     hashes = [{name: file["sha256"] for name, file in report["files"].items()} for report in reports]
@@ -337,8 +337,8 @@ def test_a_full_disk_is_a_one_line_error(write, monkeypatch):
 
 
 def test_a_killed_worker_is_a_one_line_error(write, monkeypatch):
-    monkeypatch.setattr(common, "CHUNK", 16)
-    monkeypatch.setattr(common.encoding, "work", die)
+    monkeypatch.setattr(stream, "CHUNK", 16)
+    monkeypatch.setattr(stream, "work", die)
     with error_naming(RunFailure, "--num_proc"):
         write(pairs(90), num_proc=2)
 

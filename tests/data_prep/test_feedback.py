@@ -3,8 +3,8 @@
 import json
 
 import pytest
-import torch
 from helpers import CPU
+from helpers.flat import stored_rows
 from helpers.votes import BAD, GOOD, STARTS, cast, vote
 
 from datasets_prep.feedback.prepare_data import main
@@ -32,7 +32,7 @@ def test_votes_become_pairs_and_a_reward_model(votes, cafe_data, sft_dir, tokeni
     folder = tmp_path / "data" / "cafe" / "feedback"
     prepare(votes, cafe_data, tmp_path, "--destination_dir", str(folder))
     files = [folder / f"preference_{split}.pt" for split in ("train", "validation")]
-    pairs = [row for file in files for row in torch.load(file, weights_only=True)]
+    pairs = [row for file in files for row in stored_rows(file)]
     prompt = encode_prompt(tokenizer, [{"role": "user", "content": "x"}])
     for row in pairs:
         chosen, rejected = (row[f"{side}_input_ids"].tolist() for side in ("chosen", "rejected"))
@@ -57,7 +57,7 @@ def test_files_of_several_pages_are_read_together_and_a_vote_counts_once(tmp_pat
     cast(folder / "b.jsonl", [f"Hello. {order}" for order in orders], rater="grace")
     flags = ["--destination_dir", str(tmp_path / "out"), "--validation_percentage", "0", "--test_percentage", "0"]
     prepare(folder, cafe_data, tmp_path, *flags, "--stage", "preference")
-    assert len(torch.load(tmp_path / "out" / "preference_train.pt", weights_only=True)) == 12
+    assert len(stored_rows(tmp_path / "out" / "preference_train.pt")) == 12
     assert "try --validation_percentage 0.4" in capsys.readouterr().out
 
 

@@ -4,9 +4,9 @@ import json
 import sys
 
 import pytest
-import torch
 from helpers.data import gpt2_like
 from helpers.errors import error_naming
+from helpers.flat import stored_rows
 
 from datasets_prep.reasoning_gym import items as items_module
 from datasets_prep.reasoning_gym import prepare_data
@@ -32,8 +32,8 @@ def tokenizer(tmp_path_factory) -> str:
 def prepared(folder, tokenizer, *words: str):
     """Files of a preparation by stage and split."""
     prepare_data.main([f"--destination_dir={folder}", f"--tokenizer_name={tokenizer}", "--num_proc=2", *words])
-    return {path.stem: torch.load(path, weights_only=True) for path in folder.glob("*_t*.pt")} | {
-        path.stem: torch.load(path, weights_only=True) for path in folder.glob("*_validation.pt")
+    return {path.stem: stored_rows(path) for path in folder.glob("*_t*.pt")} | {
+        path.stem: stored_rows(path) for path in folder.glob("*_validation.pt")
     }
 
 

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from helpers.data import arguments, write_lines
+from helpers.flat import stored_rows
 from helpers.templates import (
     THINK,
     ZOO,
@@ -116,7 +116,7 @@ def prepared(kind: Kind, rows: list[dict[str, Any]], folder: Path, **flags: Any)
     report = prepare(args, [*named, {"prompt": "case9999: some row always remains"}], tokenizer=kind.tokenizer)
     found: dict[str, dict[int, list[dict[str, Any]]]] = defaultdict(lambda: defaultdict(list))
     for file in folder.glob("*_train.pt"):
-        for row in torch.load(file, weights_only=True):
+        for row in stored_rows(file):
             ids = row.get("input_ids", row.get("chosen_input_ids"))
             number = int(re.search(r"case(\d+):", text_of(kind, ids.tolist()))[1])
             found[file.name.split("_")[0]][number].append(row)
@@ -320,7 +320,7 @@ def test_a_file_gives_the_rows_of_the_dialogues(name, dialogues, tmp_path):
     folders = [f"--{flag}={tmp_path / value}" for flag, value in flags.items()]
     splits = ["--validation_percentage=0", "--test_percentage=0", "--shuffle=False", "--num_proc=1"]
     generic([*folders, *splits, "--max_length=9999"])
-    rows = torch.load(tmp_path / "data" / "finetune_train.pt", weights_only=True)
+    rows = stored_rows(tmp_path / "data" / "finetune_train.pt")
     assert [trained(row) for row in rows] == [
         trained(row) for number in kept for row in written.rows["finetune"][number]
     ]

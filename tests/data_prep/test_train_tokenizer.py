@@ -4,7 +4,7 @@ import gzip
 import json
 
 import pytest
-import torch
+from helpers.flat import stored_rows
 from transformers import AutoTokenizer
 
 from datasets_prep import train_tokenizer
@@ -43,7 +43,7 @@ def test_it_is_small_reads_everything_and_prepares_data(pairs, tmp_path):
     data = tmp_path / "data"
     flags = ["--destination_dir", str(data), "--tokenizer_name", str(tmp_path / "bpe"), "--split", "null"]
     prepare_data.main(["--dataset_name", str(pairs), *flags])
-    rows = torch.load(data / "preference_train.pt", weights_only=True)
+    rows = stored_rows(data / "preference_train.pt")
     for row in rows:
         ids = row["chosen_input_ids"].tolist()
         assert ids.count(tokenizer.eos_token_id) == 1 and ids[-1] == tokenizer.eos_token_id

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from datasets_prep.common import PrepareArgs, collect, complete, rows_of
+from datasets_prep.common import PrepareArgs, complete, encoded, rows_of
 from datasets_prep.encoding import Encoder
 from datasets_prep.reading import Source
 from datasets_prep.splits import Placement
@@ -113,6 +114,16 @@ def arguments(args_class: type[PrepareArgs] = PrepareArgs, **given: Any) -> Prep
     """Arguments for calls that write nothing."""
     defaults = {"destination_dir": "unused", "tokenizer_name": "unused", "dataset_name": "unused", "num_proc": 1}
     return args_class(**(defaults | given))
+
+
+def collect(args: PrepareArgs, rows: Iterable[Any], encoder: Encoder):
+    """(examples by stage and split, dropped) of rows."""
+    with tempfile.TemporaryDirectory() as folder, encoded(args, rows, encoder, folder) as selection:
+        examples = {
+            stage: {split: [selection.encoded.example(n) for n in own.tolist()] for split, own in splits.items()}
+            for stage, splits in selection.splits.items()
+        }
+        return examples, list(selection.dropped())
 
 
 def collected(rows: Iterable[dict], tokenizer: Any = None, **given: Any):
