@@ -147,6 +147,7 @@ def test_what_is_left_of_a_prompt_is_not_read():
     assert len(attention.columns) == GROUPS * ((BLOCK + 4) * SLOTS + BLOCK)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_slots", [1, 2, 64])
 def test_long_calls_that_refill_slots_and_drop_columns_equal_the_model(num_slots, monkeypatch):
     """Memory that was not written is NaN here, which would stay NaN with a weight of 0."""

@@ -326,6 +326,7 @@ def test_a_file_gives_the_rows_of_the_dialogues(name, dialogues, tmp_path):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
 def test_plain_text_comes_back(name, tmp_path):
     kind = ZOO[name]
@@ -379,6 +380,7 @@ def side(kind: Kind, prompt: list, answer: Any, tools: list | None) -> Turn | No
     return expected_turn(kind, [*prompt, answer if isinstance(answer, dict) else assistant(answer)], tools)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
 def test_pairs_feedback_and_prompts_are_what_the_template_renders(name, tmp_path):
     kind = ZOO[name]

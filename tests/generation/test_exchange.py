@@ -123,6 +123,7 @@ def test_trainers_that_start_at_once_keep_their_folders(tmp_path):
             one.communicate()
 
 
+@pytest.mark.slow
 def test_a_folder_that_is_not_locked_yet_is_left_to_its_living_trainer(tmp_path, monkeypatch):
     """Another trainer starts between the moments in which this one makes its folder and locks it."""
     acquired = locks._acquire
@@ -138,6 +139,7 @@ def test_a_folder_that_is_not_locked_yet_is_left_to_its_living_trainer(tmp_path,
     assert made.folder.is_dir() and (made.folder / locks.LOCK).is_file()
 
 
+@pytest.mark.slow
 def test_nothing_is_removed_where_there_are_no_locks(tmp_path, monkeypatch, capsys):
     left = killed_in(tmp_path)
 
@@ -150,6 +152,7 @@ def test_nothing_is_removed_where_there_are_no_locks(tmp_path, monkeypatch, caps
     assert "without locks" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_what_others_own_is_left_alone(tmp_path, monkeypatch):
     left = killed_in(tmp_path)
     (tmp_path / "mine.txt").write_text("a")

@@ -47,6 +47,7 @@ def parts(client, body: dict) -> list[dict]:
     return [row["choices"][0] for row in rows]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [{}, {"include_stop_str_in_output": True}, {"skip_special_tokens": False}], ids=str)
 @pytest.mark.parametrize("stops", STOPS.values(), ids=STOPS.keys())
 def test_a_stream_shows_the_whole_text_once(served, stops, more):
