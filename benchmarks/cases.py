@@ -118,12 +118,13 @@ class Bench:
 
     def subset(self, scale: Scale, prompts: int) -> Path:
         """The same data with fewer prompts."""
-        from lightrlhf.data.splits import load_split, save_split
+        import torch
 
         folder = self.folder / "data" / f"{scale.size}-{prompts}"
         if not folder.is_dir():
             shutil.copytree(self.data(scale), folder)
-            save_split(folder, "prompts", "train", load_split(folder, "prompts", "train")[:prompts])
+            rows = torch.load(folder / "prompts_train.pt", weights_only=True)
+            torch.save(rows[:prompts], folder / "prompts_train.pt")
         return folder
 
     def long_prompts(self, scale: Scale, ratio: int) -> Path:

@@ -156,7 +156,7 @@ class FlatWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        with self._closing:
+        with writing(self.path), self._closing:  # closing a file may fail again on a full disk
             if kind is None:
                 self._finish()
 

@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import resource
 import signal
 import subprocess
 import sys
@@ -103,6 +104,25 @@ def test_a_bad_row_or_a_kill_leaves_the_earlier_file(tmp_path):
         write(tmp_path / "file" / "split.pt", "finetune", rows)
     (tmp_path / "file").unlink()
     assert path.read_bytes() == before and [one.name for one in tmp_path.iterdir()] == [path.name]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits the size of files")
+def test_a_full_disk_is_one_error_and_leaves_the_earlier_file(tmp_path):
+    path = tmp_path / "finetune_train.pt"
+    write(path, "finetune", made("finetune", 3))
+    before, rows = path.read_bytes(), made("finetune", 3 * CHUNK)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        for size in (1000, 100_000, 300_000):  # in a chunk, in a later one, and in the whole file
+            resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+            with error_naming(RunFailure, str(path)):
+                write(path, "finetune", rows)
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+            assert path.read_bytes() == before and [one.name for one in tmp_path.iterdir()] == [path.name]
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
