@@ -188,7 +188,7 @@ def draw_demonstrations(run: Run[DistillArgs], rows: Sequence[Row], step: int, p
     """This rank's demonstrations of a step, as many as responses would be."""
     args = run.args
     drawn = run.ranks.shard(run.order.global_batch(rows, step, args.rollout_size * args.num_generations))
-    return finetune_batch(drawn, pad_id, use_targets=True).to(run.device)
+    return finetune_batch(drawn, pad_id, use_targets=True)
 
 
 # ------------------------------------------------------------------------------------------------------- the update
@@ -200,7 +200,7 @@ def update(run: Run[DistillArgs], model: nn.Module, teacher: nn.Module, batch: B
         assert isinstance(batch, Rollout)
         learned.costs = later_costs(run, model, teacher, batch)
     num_rows = math.ceil(run.ranks.total(len(batch)) / run.ranks.world_size)
-    parts = torch.arange(len(batch), device=run.device).tensor_split(math.ceil(num_rows / args.mini_batch_size))
+    parts = torch.arange(len(batch)).tensor_split(math.ceil(num_rows / args.mini_batch_size))
     metrics = [update_minibatch(run, model, teacher, learned.select(rows), seen.select(rows)) for rows in parts]
     means = {name: sum(row[name] for row in metrics) / len(metrics) for name in metrics[0]}
     return means | (length_metrics(run, batch) if isinstance(batch, Rollout) else {})
@@ -212,12 +212,12 @@ def update_minibatch(run: Run[DistillArgs], model: Any, teacher: Any, minibatch:
     micros = run.ranks.pad_passes(minibatch.by_group(args.micro_batch_size))
     sums = torch.zeros(len(VALUES), device=run.device)
     for i, rows in enumerate(micros):
-        micro = minibatch.select(rows)
+        micro = minibatch.select(rows).to(run.device)
         with run.accumulate(model, enabled=i + 1 < len(micros)):
             with run.autocast():
                 function = compare(teacher, micro, seen.select(rows), args.beta)
             total, values = model(**policy_inputs(micro), function=function)  # (), (N, 5)
-            run.backward(total / count, micro.row)
+            run.backward(total / count, micro.on_host.row)
         sums += values.sum(0)
     loss, kl, logprob, teacher_logprob, entropy = (run.ranks.sum(sums) / count).tolist()
     metrics = {"train/loss": loss, "objective/kl": kl, "objective/entropy": -logprob}

@@ -33,7 +33,7 @@ from lightrlhf.cli.errors import UsageError, one_line_errors
 from lightrlhf.cli.fields import above, at_least, flag
 from lightrlhf.cli.groups import DataSetsArgs, EvalArgs, RolloutLogArgs, TensorParallelArgs
 from lightrlhf.cli.parser import parse
-from lightrlhf.data.batch import micro_batches, preference_batch
+from lightrlhf.data.batch import micro_batches, preference_batch, to_device
 from lightrlhf.data.flat import Rows, chained
 from lightrlhf.data.rows import Given, Splits, load_rows
 from lightrlhf.data.splits import Row
@@ -231,7 +231,7 @@ def make_pairs(args: DPOArgs, rows: Sequence[Row], logps: Tensor, baseline: floa
     """The inputs of a loss for B rows; logps (2B,), the chosen ones first."""
 
     def column(values: list[float]) -> Tensor:
-        return torch.tensor(values, device=logps.device, dtype=logps.dtype)  # (B,)
+        return to_device(torch.tensor(values, dtype=logps.dtype), logps.device)  # (B,)
 
     chosen, rejected = logps.chunk(2)
     soft = args.loss_type in SOFT_LABEL_LOSSES
@@ -271,7 +271,7 @@ def train_step(run: Run[DPOArgs], model: nn.Module, rows: Sequence[Row], pad_id:
         batch = preference_batch(micro, pad_id).to(run.device)
         with run.accumulate(model, enabled=i + 1 < len(micros)):
             loss, parts = loss_of(args, micro, scoring.sequence_logps(model, batch), baseline)
-            run.backward(loss / count, batch.row)
+            run.backward(loss / count, batch.on_host.row)
         sums += torch.stack(parts).detach()
     metrics = pair_metrics(args, (run.ranks.sum(sums) / count).tolist())
     losses = {f"train/{name}": metrics.pop(name) for name in ("loss", "preference_loss", "nll")}
@@ -282,7 +282,7 @@ def loss_of(args: DPOArgs, rows: Sequence[Row], logps: Tensor, baseline: float) 
     """Loss of B pairs, a sum, and the seven sums of `pair_metrics`; logps (2B,), the chosen ones first."""
     pairs = make_pairs(args, rows, logps, baseline)
     if any("slopes" in row for row in rows):
-        slopes = torch.tensor([row["slopes"] for row in rows], device=logps.device).T.reshape(-1)  # (2B,)
+        slopes = to_device(torch.tensor([row["slopes"] for row in rows]), logps.device).T.reshape(-1)  # (2B,)
         loss = ranking.ranked_loss(sum(row["loss"] for row in rows), slopes, logps)
     else:
         loss = LOSSES[args.loss_type](pairs).sum()

@@ -40,14 +40,14 @@ from lightrlhf.cli import groups as flags
 from lightrlhf.cli.errors import RunFailure, one_line_errors
 from lightrlhf.cli.fields import above, at_least, flag, positive
 from lightrlhf.cli.parser import parse
-from lightrlhf.data.batch import Batch, Rollout, joined
+from lightrlhf.data.batch import Batch, Rollout, joined, to_device
 from lightrlhf.data.rows import Given, load_splits
 from lightrlhf.data.scores import Scores
 from lightrlhf.data.splits import Row
 from lightrlhf.data.types import PreTrainedModel, Tokenizer
 from lightrlhf.generation import rollout_metrics
 from lightrlhf.generation.rollout_sampler import RolloutSampler
-from lightrlhf.maths import float64, groups, ops, policy_losses, sampling_gap
+from lightrlhf.maths import groups, ops, policy_losses, sampling_gap
 from lightrlhf.models.given import load_start
 from lightrlhf.models.roles import policy_inputs
 from lightrlhf.rewards import functions, kl, loading, own_functions
@@ -260,7 +260,7 @@ def find_equal_groups(run: Run[GRPOArgs], rollout: Rollout, scores: Scores) -> T
     """Numbers of the groups without two different scores, before penalties of length, (G,); the same on all ranks."""
     total = combine_scores(run.args, rollout, scores, run.ranks.sum)  # (B,)
     moments = groups.group_moments(total, rollout.group, rollout.num_groups, run.ranks.sum)
-    differ = torch.zeros(rollout.num_groups, dtype=torch.int64, device=run.device)
+    differ = torch.zeros(rollout.num_groups, dtype=torch.int64)
     differ.index_add_(0, rollout.group, moments.informative.to(differ))
     return (run.ranks.sum(differ) == 0).nonzero()[:, 0]
 
@@ -328,8 +328,8 @@ def estimate_advantages(
             advantages = advantages - kl_coeff * advantages_of(response_kl, baseline)
         advantages = advantages[:, None] * scored.action_mask  # (B, T-1)
     if args.normalize_advantages:  # in float64, or equal ones would become noise, which Adam scales up
-        exact = float64.to_float64(advantages)
-        whitened = ops.whiten(exact, scored.action_mask.to(exact.device), sum_over_ranks=ranks.sum)
+        exact = advantages.double()
+        whitened = ops.whiten(exact, scored.action_mask, sum_over_ranks=ranks.sum)
         advantages = whitened.to(advantages)
     learned = scored.masked(~rollout.truncated) if args.overlong_filter else scored
     advantages = torch.where(learned.action_mask, advantages, 0.0)
@@ -353,7 +353,7 @@ def update(run: Run[GRPOArgs], model: nn.Module, batch: GRPOBatch, loss: policy_
 
 def minibatches(batch: GRPOBatch, size: int, num_rows: int, generator: torch.Generator) -> Iterator[GRPOBatch]:
     """The rows in mini-batches of about `size`, groups shuffled; num_rows, the mean over ranks, fixes how many."""
-    place = torch.randperm(batch.num_groups, generator=generator).to(batch.group.device)  # (G,)
+    place = torch.randperm(batch.num_groups, generator=generator)  # (G,)
     order = place[batch.group].argsort(stable=True)  # (B,)
     for rows in order.tensor_split(math.ceil(num_rows / size)):
         yield batch.select(rows)
@@ -376,8 +376,9 @@ def update_minibatch(
     sums = torch.zeros(5, device=run.device)
     micros = run.ranks.pad_passes(minibatch.by_group(args.micro_batch_size))
     for i, rows in enumerate(micros):
-        micro = minibatch.select(rows)
-        mask = micro.action_mask
+        micro = minibatch.select(rows).to(run.device)
+        mask, actions = micro.action_mask, micro.actions
+        weight, entropy_weight = (to_device(w[rows, : mask.shape[1]], run.device) for w in (weights, entropy_weights))
         with run.accumulate(model, enabled=i + 1 < len(micros)):
             inputs = policy_inputs(micro)
             stats = model(**inputs, temperature=args.temperature, with_entropy=args.entropy_coeff > 0)
@@ -388,15 +389,15 @@ def update_minibatch(
             losses = loss(logprobs, log_ratio, micro.advantages, mask)
             if kl_coeff:
                 losses = losses + kl_coeff * policy_losses.kl_loss(logprobs, micro.ref_logprobs, difference)
-            total = (weights[rows, : mask.shape[1]] * losses)[mask].sum()
+            total = (weight * losses)[actions].sum()
             if args.entropy_coeff:
-                bonus = policy_losses.entropy_bonus(stats.entropy, entropy_weights[rows, : mask.shape[1]], mask)
+                bonus = policy_losses.entropy_bonus(stats.entropy, entropy_weight, actions)
                 total = total - args.entropy_coeff * bonus
-            run.backward(total, micro.row)
+            run.backward(total, micro.on_host.row)
         with torch.no_grad():
-            ratio, used = difference[mask].exp(), log_ratio[mask].exp()
+            ratio, used = difference[actions].exp(), log_ratio[actions].exp()
             outside = ((used < 1 - args.clip_coeff) | (used > 1 + args.upper_range)).float()
-            terms = [outside.sum(), (ratio - 1 - difference[mask]).sum(), ratio.sum(), mask.sum()]
+            terms = [outside.sum(), (ratio - 1 - difference[actions]).sum(), ratio.sum(), mask.sum()]
             sums += torch.stack([total.detach(), *terms])
     total, *of_tokens, count = run.ranks.sum(sums).tolist()
     means = [value / count if count else math.nan for value in of_tokens]  # NaN: no advantage

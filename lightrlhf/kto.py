@@ -30,7 +30,7 @@ from lightrlhf.cli.errors import UsageError, one_line_errors
 from lightrlhf.cli.fields import positive
 from lightrlhf.cli.groups import DataSetsArgs, EvalArgs, RolloutLogArgs, TensorParallelArgs
 from lightrlhf.cli.parser import parse
-from lightrlhf.data.batch import micro_batches, mismatched_rows, unpaired_batch
+from lightrlhf.data.batch import micro_batches, mismatched_rows, to_device, unpaired_batch
 from lightrlhf.data.flat import Rows, chained
 from lightrlhf.data.rows import Given, Splits, load_rows
 from lightrlhf.data.splits import Row, longest_text
@@ -262,8 +262,8 @@ def make_responses(args: KTOArgs, rows: Sequence[Row], logps: Tensor, point: flo
     """The inputs of a loss for B labelled responses; logps (B,); point: KTO's beta z0, BCO's d."""
     return Responses(
         policy_logps=logps,
-        ref_logps=torch.tensor([row["ref_logps"] for row in rows], device=logps.device, dtype=logps.dtype),
-        desirable=torch.tensor([row["label"] for row in rows], device=logps.device, dtype=torch.bool),
+        ref_logps=to_device(torch.tensor([row["ref_logps"] for row in rows], dtype=logps.dtype), logps.device),
+        desirable=to_device(torch.tensor([row["label"] for row in rows], dtype=torch.bool), logps.device),
         beta=args.beta,
         reference_point=point,
         desirable_weight=args.desirable_weight,
@@ -283,7 +283,7 @@ def train_step(run: Run[KTOArgs], model: nn.Module, rows: Sequence[Row], pad_id:
         with run.accumulate(model, enabled=i + 1 < len(micros)):
             responses = make_responses(args, micro, scoring.sequence_logps(model, batch), point)
             loss = UNPAIRED_LOSSES[args.loss_type](responses).sum()
-            run.backward(loss / count, batch.row)
+            run.backward(loss / count, batch.on_host.row)
         sums += torch.stack([loss, *response_sums(responses)]).detach()
     loss, *means = (run.ranks.sum(sums) / count).tolist()
     return {"train/loss": loss, "train/grad_norm": run.optimize("policy"), **response_metrics(means, point)}

@@ -33,7 +33,7 @@ from lightrlhf.data.types import Tokenizer
 from lightrlhf.generation import dialogue_pairs, samplers, users
 from lightrlhf.generation import dialogues as talks
 from lightrlhf.generation.dialogues import Dialogue, DialogueArgs, User
-from lightrlhf.maths import float64, ops
+from lightrlhf.maths import ops
 from lightrlhf.models import given, roles, sharding
 from lightrlhf.rewards import functions, loading, scorers
 from lightrlhf.training import reference as scoring
@@ -205,17 +205,17 @@ def make_pairs(
     logprobs, ref_logprobs = torch.zeros(2, 2, len(rows), width, device=device)  # (2, B, T-1) each
     collate = partial(dialogue_pair_batch, pad_id=sampler.tokenizer.pad_token_id)
     settings = (pair_rows, collate, 2, args.temperature)
-    old_logps = scoring.score_shard(run, sampler.model, *settings, logprobs)  # (2, B)
-    kl = old_logps - scoring.score_shard(run, reference, *settings, ref_logprobs)  # (2, B)
-    log_sides(run, sampler.tokenizer, turns, sides, scores, logprobs - ref_logprobs)
-    score = torch.tensor([math.nan if score is None else score for score in scores], device=device).reshape(2, -1)
+    old_logps = scoring.score_shard(run, sampler.model, *settings, logprobs).cpu()  # (2, B)
+    kl = old_logps - scoring.score_shard(run, reference, *settings, ref_logprobs).cpu()  # (2, B)
+    log_sides(run, sampler.tokenizer, turns, sides, scores, (logprobs - ref_logprobs).cpu())
+    score = torch.tensor([math.nan if score is None else score for score in scores]).reshape(2, -1)
     valid = score.isfinite().all(0).expand_as(score)  # (2, B): both sides of the pair have a score
     rewards = torch.where(valid, score - args.init_kl_coeff * kl, 0.0)
     if args.whiten_rewards:
         rewards = ops.whiten(rewards, valid, sum_over_ranks=run.ranks.sum)
-    sums = float64.to_float64(torch.stack([valid.sum(), torch.where(valid, score, 0.0).sum(), rewards.sum(), kl.sum()]))
+    sums = torch.stack([valid.sum(), torch.where(valid, score, 0.0).sum(), rewards.sum(), kl.sum()]).double()
     tokens = sum(int(row[f"{side}_action_mask"].sum()) for row in pair_rows for side in refuel.SIDES)
-    counts = torch.tensor([kl.numel(), sum(truncated), tokens], device=sums.device)
+    counts = torch.tensor([kl.numel(), sum(truncated), tokens])
     totals = run.ranks.sum(torch.cat([sums, counts])).tolist()
     num_valid, score_sum, reward_sum, kl_sum, num_sides, num_cut, num_tokens = totals
     served = {} if sampler.served is None else sampler.served.metrics

@@ -35,7 +35,7 @@ from lightrlhf.cli import groups as flags
 from lightrlhf.cli.errors import one_line_errors
 from lightrlhf.cli.fields import at_least, between, flag, positive
 from lightrlhf.cli.parser import parse
-from lightrlhf.data.batch import Batch, Rollout, inference_batches
+from lightrlhf.data.batch import Batch, Rollout, inference_batches, to_device
 from lightrlhf.data.macro_parsers import Parser, check_parser, make_parser, parsed_segments
 from lightrlhf.data.rows import Given, Row, load_splits
 from lightrlhf.data.scores import Scores
@@ -249,12 +249,14 @@ def bound_scores(args: PPOArgs, rollout: Rollout, scores: Scores) -> Scores:
 
 def predict_values(critic: nn.Module, rollout: Rollout, batch_size: int) -> Tensor:
     """Values of the states in which actions were taken, dropout off: (B, T-1), 0 off actions."""
-    values = torch.zeros(rollout.action_mask.shape, device=rollout.input_ids.device)
+    device = next(critic.parameters()).device
+    values = torch.zeros(rollout.action_mask.shape, device=device)
     with forward.inference(critic), sharding.gather_shards(critic):
-        for rows in inference_batches(rollout.attention_mask.sum(1), batch_size):
+        for rows in inference_batches(rollout.attention_mask.sum(1), batch_size, device):
             part = rollout.select(rows)
-            values[rows, : part.action_mask.shape[1]] = critic(part.input_ids, part.attention_mask)[:, :-1]
-    return torch.where(rollout.action_mask, values, torch.zeros_like(values))
+            there = to_device(rows, device)
+            values[there, : part.action_mask.shape[1]] = critic(part.input_ids, part.attention_mask)[:, :-1]
+    return torch.where(rollout.action_mask, values.cpu(), 0.0)
 
 
 def segment_responses(args: PPOArgs, rollout: Rollout, noise: Tensor, parser: Parser | None) -> tuple[Tensor, int]:
@@ -300,14 +302,14 @@ def value_loss(values: Tensor, batch: PPOBatch, clip_coeff: float) -> Tensor:
     """Half the sum over actions of the larger of plain and clipped squared error, a scalar; values: (B, T-1)."""
     clipped = batch.values + (values - batch.values).clamp(-clip_coeff, clip_coeff)  # (B, T-1)
     error = torch.maximum((values - batch.returns).pow(2), (clipped - batch.returns).pow(2))
-    return 0.5 * error[batch.action_mask].sum()
+    return 0.5 * error[batch.actions].sum()
 
 
 def minibatches(batch: PPOBatch, size: int, num_rows: int, generator: torch.Generator) -> Iterator[PPOBatch]:
     """The rows in shuffled mini-batches of about `size`; num_rows, of the fullest rank, sets their number on all."""
     order = torch.randperm(len(batch), generator=generator)
     for rows in order.tensor_split(math.ceil(num_rows / size)):
-        yield batch.select(rows.to(batch.input_ids.device))
+        yield batch.select(rows)
 
 
 def update(run: Run[PPOArgs], actor: nn.Module, critic: nn.Module, batch: PPOBatch, step: int) -> Metrics:
@@ -337,20 +339,20 @@ def update_minibatch(run: Run[PPOArgs], actor: nn.Module, critic: nn.Module, min
     sums = torch.zeros(5, device=run.device)
     micros = run.ranks.pad_passes(minibatch.by_length(args.micro_batch_size))
     for i, rows in enumerate(micros):
-        micro = minibatch.select(rows)
-        more = i + 1 < len(micros)
+        micro = minibatch.select(rows).to(run.device)
+        actions, more = micro.actions, i + 1 < len(micros)
         with run.accumulate(actor, enabled=more):
             stats = actor(**policy_inputs(micro), temperature=args.temperature, with_entropy=args.entropy_coeff > 0)
             advantages = micro.advantages if micro.correction is None else micro.advantages * micro.correction
-            terms = (stats.logprobs, micro.logprobs, advantages, micro.action_mask)  # (b, T-1) each
-            loss = ops.policy_loss(*terms, args.clip_coeff, stats.entropy, args.entropy_coeff)
-            run.backward(loss / count, micro.row)
+            terms = (stats.logprobs, micro.logprobs, advantages)  # (b, T-1) each
+            loss = ops.policy_loss(*terms, actions, args.clip_coeff, stats.entropy, args.entropy_coeff)
+            run.backward(loss / count, micro.on_host.row)
         with run.accumulate(critic, enabled=more):
-            values = critic(micro.input_ids, micro.attention_mask)[:, :-1]  # (b, T-1)
+            values = critic(micro.on_host.input_ids, micro.on_host.attention_mask)[:, :-1]  # (b, T-1)
             critic_loss = value_loss(values, micro, args.clip_coeff)
-            run.backward(args.vf_coeff * critic_loss / count, micro.row)
+            run.backward(args.vf_coeff * critic_loss / count, micro.on_host.row)
         with torch.no_grad():
-            difference = (stats.logprobs - micro.logprobs)[micro.action_mask]
+            difference = (stats.logprobs - micro.logprobs)[actions]
             ratio = difference.exp()
             outside = ((ratio - 1).abs() > args.clip_coeff).float()
             sums += torch.stack([loss, critic_loss, outside.sum(), (ratio - 1 - difference).sum(), ratio.sum()])

@@ -33,7 +33,7 @@ from lightrlhf.cli.fields import at_least, between, check_args, flag, positive
 from lightrlhf.cli.groups import EvalArgs, RolloutLogArgs, RolloutServerArgs, StartArgs, TrainArgs
 from lightrlhf.cli.lists import pairs
 from lightrlhf.cli.parser import parse
-from lightrlhf.data.batch import Batch
+from lightrlhf.data.batch import Batch, to_device
 from lightrlhf.data.types import PreTrainedModel, Tokenizer
 from lightrlhf.envs import TextEnv, check_option, curriculum, make_env, read_options
 from lightrlhf.envs.agents import ActingArgs, ModelAgent, load_reflector, num_choices
@@ -205,7 +205,7 @@ def train(
             episodes = play(games, starts, agent, f"{args.seed}/train/{step}/{run.ranks.rank}", stage.max_decisions)
             agent.wait_for_others()  # whose episodes may be longer
         with run.phase("update"):
-            played = agent.compare(run, actor, agent.batch(episodes, rows).to(run.device))  # B decisions, (B, T)
+            played = agent.compare(run, actor, agent.batch(episodes, rows))  # B decisions, (B, T)
             gap = played.sampling_gap, played.action_mask, args.sampling_correction, args.sampling_bound
             correction = sampling_gap.importance_weights(*gap)  # (B, T-1); None where this process samples
             penalized, log_ratio = penalize_rewards(run, played, reference, agent)  # rewards less KL, (B,); (B, T-1)
@@ -278,7 +278,7 @@ def estimate_advantages(
     if args.num_generations > 1:
         lengths = batch.episode.bincount()  # (E,)
         episode_returns = returns[lengths.cumsum(0) - lengths]  # (E,) at the first decision of each episode
-        start = torch.arange(len(lengths), device=returns.device) // args.num_generations  # (E,) of each episode
+        start = torch.arange(len(lengths)) // args.num_generations  # (E,) of each episode
         moments = groups.group_moments(episode_returns, start, int(start.max()) + 1)
         by_episode = groups.group_advantages(episode_returns, moments, groups.standardise)  # (E,)
         advantages = by_episode.repeat_interleave(lengths)  # (B,)
@@ -291,17 +291,17 @@ def estimate_advantages(
 
 def predict_values(run: Run[ReflectRLArgs], critic: nn.Module | None, batch: Batch) -> Tensor:
     """The critic's value of each decision's state, 0 without a critic: (B,)."""
-    values = torch.zeros(len(batch), device=batch.input_ids.device)
+    values = torch.zeros(len(batch), device=run.device)
     if critic is not None:
         with forward.inference(critic), run.autocast():
             for rows in batch.by_length(run.args.micro_batch_size):
-                values[rows] = state_values(critic, batch.select(rows))
-    return values
+                values[to_device(rows, run.device)] = state_values(critic, batch.select(rows).to(run.device))
+    return values.cpu()
 
 
 def state_values(critic: nn.Module, batch: Batch) -> Tensor:
     """Values (B,) at the last tokens of the prompts, which do not depend on the actions."""
-    values = critic(batch.input_ids, batch.attention_mask)  # (B, T)
+    values = critic(batch.on_host.input_ids, batch.on_host.attention_mask)  # (B, T)
     return values.gather(1, batch.action_mask.long().argmax(1, keepdim=True))[:, 0].float()
 
 
@@ -313,16 +313,16 @@ def policy_gradient_loss(
     gain = batch.advantages[:, None] * stats.logprobs  # (B, T-1)
     if stats.entropy is not None:
         gain = gain + entropy_coeff * stats.entropy
-    return -batch.weight(gain)[batch.action_mask].sum(), {}
+    return -batch.weight(gain)[batch.actions].sum(), {}
 
 
 def ppo_loss(
     stats: TokenStats, batch: DecisionBatch, clip_coeff: float, entropy_coeff: float
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Minus the sum over the decisions' tokens of the clipped surrogate and of the entropy bonus."""
-    terms = (stats.logprobs, batch.logprobs, batch.weight(batch.advantages[:, None]), batch.action_mask)
+    terms = (stats.logprobs, batch.logprobs, batch.weight(batch.advantages[:, None]), batch.actions)
     entropy = stats.entropy if stats.entropy is None else batch.weight(stats.entropy)  # (B, T-1)
-    log_ratio = (stats.logprobs - batch.logprobs).detach()[batch.action_mask]  # (N,)
+    log_ratio = (stats.logprobs - batch.logprobs).detach()[batch.actions]  # (N,)
     ratio = log_ratio.exp()
     return ops.policy_loss(*terms, clip_coeff, entropy, entropy_coeff), {
         "policy/clipfrac": ((ratio - 1).abs() > clip_coeff).float(),
@@ -374,7 +374,7 @@ def minibatches(run: Run[ReflectRLArgs], batch: DecisionBatch, step: int) -> Ite
     for epoch in range(args.ppo_epochs):
         order = torch.randperm(len(batch), generator=run.ranks.generator(step, epoch, run.ranks.rank))
         for rows in order.tensor_split(parts):
-            yield batch.select(rows.to(batch.input_ids.device))
+            yield batch.select(rows)
 
 
 def update_minibatch(
@@ -393,16 +393,16 @@ def update_minibatch(
     counts: dict[str, int] = {}
     micros = batch.by_length(args.micro_batch_size)
     for i, rows in enumerate(micros):
-        micro, more = batch.select(rows), i + 1 < len(micros)
+        micro, more = batch.select(rows).to(run.device), i + 1 < len(micros)
         with run.accumulate(actor, enabled=more):
             stats = actor(**agent.inputs(micro), with_entropy=args.entropy_coeff > 0)
             actor_loss, measured = loss(stats, micro)
-            run.backward(actor_loss / total, micro.row)
+            run.backward(actor_loss / total, micro.on_host.row)
         critic_loss = torch.zeros((), device=run.device)
         if critic is not None:
             with run.accumulate(critic, enabled=more):
                 critic_loss = 0.5 * (state_values(critic, micro) - micro.returns).pow(2).sum()
-                run.backward(critic_loss / total, micro.row)
+                run.backward(critic_loss / total, micro.on_host.row)
         losses += torch.stack([actor_loss.detach(), critic_loss.detach()])
         for name, values in measured.items():
             sums[name] = sums.get(name, torch.zeros((), device=run.device)) + values.sum()
@@ -436,7 +436,7 @@ def replay_step(
     metrics: Metrics = {"replay/size": len(replay.episodes)}
     if replay.episodes:
         order = torch.randperm(len(replay.episodes), generator=run.ranks.generator(run.step, -2)).tolist()
-        played = agent.batch([replay.episodes[i] for i in order[: len(episodes)]]).to(run.device)
+        played = agent.batch([replay.episodes[i] for i in order[: len(episodes)]])
         values = torch.zeros_like(played.rewards)
         advantages, returns = ops.episode_gae(played.rewards, values, played.episode, args.gae_gamma, args.gae_lambd)
         batch = played.extend(DecisionBatch, values=values, advantages=advantages, returns=returns)

@@ -30,7 +30,7 @@ from lightrlhf.cli.errors import one_line_errors
 from lightrlhf.cli.fields import positive
 from lightrlhf.cli.groups import DataArgs, EvalArgs, SamplingArgs, StartArgs, TrainArgs
 from lightrlhf.cli.parser import parse
-from lightrlhf.data.batch import dialogue_pair_batch, micro_batch_indices, number_rows
+from lightrlhf.data.batch import dialogue_pair_batch, micro_batch_indices, number_rows, to_device
 from lightrlhf.data.flat import chained
 from lightrlhf.data.rows import Given, Splits, load_rows
 from lightrlhf.data.splits import Row
@@ -177,14 +177,14 @@ def load_pairs(args: RefuelArgs, given: Given | None, tokenizer: Tokenizer) -> S
 def make_pairs(run: Run[RefuelArgs], start: Start[Policy, Row], old: scoring.Scored) -> tuple[Pairs, Pairs]:
     """The pairs of training and of validation, with what the loss reads."""
     assert old.logps is not None
-    number, logps = len(start.rows), old.logps.float().to(run.device)  # (2, N)
+    number, logps = len(start.rows), old.logps.float()  # (2, N)
     trained = Pairs(start.rows, rewards_of(run, start.rows), logps[:, :number])
     return trained, Pairs(start.held_out, rewards_of(run, start.held_out), logps[:, number:])
 
 
 def rewards_of(run: Run[Any], rows: Sequence[Row]) -> Tensor:
     """The stored rewards of both sides of N rows: (2, N)."""
-    return torch.stack([chained([rows]).column(f"{side}_reward") for side in SIDES]).float().to(run.device)
+    return torch.stack([chained([rows]).column(f"{side}_reward") for side in SIDES]).float()
 
 
 # ----------------------------------------------------------------------------------------------- log-probabilities
@@ -217,7 +217,7 @@ def train_step(run: Run[Any], model: nn.Module, pairs: Pairs, pad_id: int) -> Me
         with run.accumulate(model, enabled=i + 1 < len(micros)):
             logps = scoring.sequence_logps(model, batch, run.args.temperature)  # (2b,)
             losses, micro_sums = pair_losses(run.args, logps, micro)
-            run.backward(losses.sum() / total, batch.row)
+            run.backward(losses.sum() / total, batch.on_host.row)
         sums += micro_sums
     metrics = mean_metrics("train/", (run.ranks.sum(sums) / total).tolist())
     return {**metrics, "train/grad_norm": run.optimize("policy")}
@@ -225,7 +225,7 @@ def train_step(run: Run[Any], model: nn.Module, pairs: Pairs, pad_id: int) -> Me
 
 def pair_losses(args: RegressionArgs, logps: Tensor, pairs: Pairs) -> tuple[Tensor, Tensor]:
     """Losses (B,) of pairs and, detached, the sums (6,) of `mean_metrics`; logps (2B,), chosen sides first."""
-    rewards, old = pairs.rewards.reshape(-1).to(logps), pairs.old_logps.reshape(-1).to(logps)  # (2B,)
+    rewards, old = (to_device(x.reshape(-1).to(logps.dtype), logps.device) for x in (pairs.rewards, pairs.old_logps))
     if args.loss_type == "refuel":
         losses = refuel_loss(logps, old, rewards, args.eta)
     else:

@@ -38,13 +38,12 @@ from lightrlhf.data.rows import Given, Splits, chained, interleave, load_sets
 from lightrlhf.data.splits import NoValidation, Row
 from lightrlhf.data.tokens import pair_rows
 from lightrlhf.data.types import PreTrainedModel, Tokenizer
-from lightrlhf.maths.float64 import float64_device, to_float64
 from lightrlhf.maths.ops import masked_mean, preference_loss, wins
 from lightrlhf.models.forward import inference
 from lightrlhf.models.given import as_policy, critic_from
 from lightrlhf.models.loading import load_scalar, separate_pad_token
 from lightrlhf.models.names import starting_model
-from lightrlhf.models.roles import Policy, ScalarModel
+from lightrlhf.models.roles import Policy, ScalarModel, scalar_inputs
 from lightrlhf.models.roles import last_token as end_scores
 from lightrlhf.models.tokenizer import check_stored_ids
 from lightrlhf.rewards.loading import STATISTICS
@@ -225,9 +224,9 @@ def train_step(run: Run[RMArgs], model: nn.Module, rows: Sequence[Row], pad_id: 
     for i, micro in enumerate(micros):
         batch = preference_batch(micro, pad_id).to(run.device)
         with run.accumulate(model, enabled=i + 1 < len(micros)):
-            scores = model(batch.input_ids, batch.attention_mask, batch.group)  # (2B, T)
+            scores = model(**scalar_inputs(batch))  # (2B, T)
             loss = LOSSES[args.loss_type](scores, batch.input_ids, batch.attention_mask).sum()
-            run.backward(loss / count, batch.row)
+            run.backward(loss / count, batch.on_host.row)
         sums += torch.stack([loss.detach(), *pair_sums(scores.detach(), batch.attention_mask)])
     loss, *rewards = (run.ranks.sum(sums) / count).tolist()
     return {"train/loss": loss, "train/grad_norm": run.optimize("reward"), **reward_metrics(*rewards)}
@@ -237,15 +236,15 @@ def evaluate(run: Run[RMArgs], model: nn.Module, rows: Sequence[Row], pad_id: in
     """Metrics of (the first `--eval_iters` micro-batches of) a split, and mean and deviation of all its scores."""
     args = run.args
     rows = run.ranks.shard(run.order.eval_rows(rows, args.micro_batch_size))
-    sums = torch.zeros(7, dtype=torch.float64, device=float64_device(run.device))
+    sums = torch.zeros(7, dtype=torch.float64)
     with inference(model):
         for index in run.ranks.pad_passes(micro_batch_indices(rows, args.micro_batch_size)):
             batch = preference_batch([rows[i] for i in index], pad_id).to(run.device)
-            scores = model(batch.input_ids, batch.attention_mask, batch.group)  # (2B, T)
+            scores = model(**scalar_inputs(batch))  # (2B, T)
             loss = LOSSES[args.loss_type](scores, batch.input_ids, batch.attention_mask).sum()
             ends = end_scores(scores, batch.attention_mask)  # (2B,)
             parts = [loss, *pair_sums(scores, batch.attention_mask), ends.sum(), ends.pow(2).sum()]
-            sums += to_float64(torch.stack([*parts, torch.tensor(float(len(index)), device=run.device)]))
+            sums += torch.tensor([*torch.stack(parts).tolist(), float(len(index))], dtype=torch.float64)
     *totals, count = run.ranks.sum(sums).tolist()
     loss, chosen, rejected, right, total, squares = (value / count for value in totals)
     mean, metrics = total / 2, reward_metrics(chosen, rejected, right)

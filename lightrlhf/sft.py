@@ -17,13 +17,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from lightrlhf.cli.errors import one_line_errors
 from lightrlhf.cli.fields import at_least, positive
 from lightrlhf.cli.groups import DataSetsArgs, EvalArgs, ModelArgs, RolloutLogArgs, TensorParallelArgs, TrainArgs
 from lightrlhf.cli.parser import parse
-from lightrlhf.data.batch import finetune_batch, micro_batch_indices, micro_batches
+from lightrlhf.data.batch import Index, finetune_batch, micro_batch_indices, micro_batches
 from lightrlhf.data.rows import Given, load_splits
 from lightrlhf.data.splits import Row
 from lightrlhf.data.types import Tokenizer
@@ -51,11 +52,14 @@ class SFTArgs(TrainArgs, DataSetsArgs, EvalArgs, ModelArgs, RolloutLogArgs, Tens
     """Label smoothing: probability mass spread evenly over the vocabulary."""
 
 
-def sft_loss(stats: TokenStats, action_mask: Tensor, label_smoothing: float = 0.0) -> Tensor:
-    """Sum of the cross-entropies of the actions, a scalar; divide by their number over all micro-batches and ranks."""
-    loss = -stats.logprobs[action_mask].sum()
+def sft_loss(stats: TokenStats, actions: Index, label_smoothing: float = 0.0) -> Tensor:
+    """Sum of the cross-entropies of the actions, a scalar; divide by their number over all micro-batches and ranks.
+
+    actions: their mask (B, T-1), or their rows and columns (`Batch.actions`).
+    """
+    loss = -stats.logprobs[actions].sum()
     if stats.mean_logprobs is not None:
-        loss = (1 - label_smoothing) * loss - label_smoothing * stats.mean_logprobs[action_mask].sum()
+        loss = (1 - label_smoothing) * loss - label_smoothing * stats.mean_logprobs[actions].sum()
     return loss
 
 
@@ -100,13 +104,14 @@ def train_step(run: Run[SFTArgs], model: nn.Module, rows: Sequence[Row], pad_id:
     micros = run.ranks.pad_passes(micro_batches(rows, args.micro_batch_size))
     batches = [finetune_batch(micro, pad_id, args.use_targets).to(run.device) for micro in micros]
     count = max(run.ranks.total(sum(batch.num_actions for batch in batches)), 1.0)
-    total = 0.0
+    losses: list[Tensor] = []
     for i, batch in enumerate(batches):
         with run.accumulate(model, enabled=i + 1 < len(batches)):
             stats = model(**policy_inputs(batch), with_mean=args.label_smoothing > 0)
-            loss = sft_loss(stats, batch.action_mask, args.label_smoothing)
-            run.backward(loss / count, batch.row)
-        total += float(loss.detach())
+            loss = sft_loss(stats, batch.actions, args.label_smoothing)
+            run.backward(loss / count, batch.on_host.row)
+        losses.append(loss.detach())
+    total = sum(torch.stack(losses).tolist()) if losses else 0.0
     return {"train/loss": run.ranks.total(total) / count, "train/grad_norm": run.optimize("policy")}
 
 
@@ -118,7 +123,7 @@ def evaluate(run: Run[SFTArgs], model: nn.Module, rows: Sequence[Row], pad_id: i
     with inference(model):
         for index in run.ranks.pad_passes(micro_batch_indices(rows, args.micro_batch_size)):
             batch = finetune_batch([rows[i] for i in index], pad_id, args.use_targets).to(run.device)
-            total += float(sft_loss(model(**policy_inputs(batch)), batch.action_mask))
+            total += float(sft_loss(model(**policy_inputs(batch)), batch.actions))
             count += batch.num_actions
     return run.ranks.total(total) / max(run.ranks.total(count), 1)
 

@@ -4,6 +4,9 @@ B rows, T tokens, V vocabulary entries, M segments of a response. Values that co
 stored at position t, so such tensors have width T-1. Masks travel with the tokens and are never recomputed from
 `pad_id` (a model's pad token may be its end token).
 
+Batches and rollouts lie on the host, where rows are selected and lengths and layouts are read. A micro-batch is copied
+to the device where a pass and its loss need it, so that no pass has to wait for the one before.
+
 Left out: map-style datasets, samplers and worker processes. The order of an epoch is one seeded permutation, so the
 state of a data loader is one index.
 """
@@ -15,7 +18,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -28,8 +31,10 @@ from lightrlhf.data.tokens import decode
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+HOST = torch.device("cpu")
 INFERENCE_TOKENS = {"cpu": 1024}  # token budget of one forward pass without gradients; see howto/speed.md
 AnyBatch = TypeVar("AnyBatch", bound="Batch")
+Index = Tensor | tuple[Tensor, ...]  # of actions in (B, T-1): their mask, or their rows and columns
 
 
 @dataclass(kw_only=True)
@@ -41,14 +46,26 @@ class Batch:
     action_mask: Tensor  # (B, T-1) bool, [:, t] True where the loss counts token t+1
     row: Tensor | None = None  # (B,) int64, the row's number in the data, by which errors name it
     group: Tensor | None = None  # (B,) int64, equal in rows that share a prompt, which need not be adjacent
+    source: Batch | None = dataclasses.field(default=None, init=False, repr=False)  # on the host, of a copy on a device
 
     def __len__(self) -> int:
         return self.input_ids.shape[0]
 
     @property
+    def on_host(self: AnyBatch) -> AnyBatch:
+        """This batch on the host, where reading it waits for nothing; models take its ids and masks."""
+        return self if self.source is None else cast(AnyBatch, self.source)
+
+    @property
     def num_actions(self) -> int:
         """Number of tokens that the loss counts."""
-        return int(self.action_mask.sum())
+        return int(self.on_host.action_mask.sum())
+
+    @property
+    def actions(self) -> tuple[Tensor, ...]:
+        """Row and column of each action, (N,) both: an index like `action_mask`, which a device need not count."""
+        found = self.on_host.action_mask.nonzero(as_tuple=True)
+        return tuple(to_device(index, self.input_ids.device) for index in found)
 
     def map(self: AnyBatch, function: Callable[[Tensor], Tensor]) -> AnyBatch:
         """Apply `function` to each tensor; returns a new batch."""
@@ -79,10 +96,12 @@ class Batch:
             if len(micros[-1]) + len(part) > size:
                 micros.append([])
             micros[-1] += part
-        return tuple(torch.tensor(rows, device=self.input_ids.device) for rows in micros)
+        return tuple(torch.tensor(rows) for rows in micros)
 
     def to(self: AnyBatch, device: torch.device | str) -> AnyBatch:
-        return self.map(lambda tensor: tensor.to(device))
+        moved = self.map(lambda tensor: to_device(tensor, device))
+        moved.source = self.on_host
+        return moved
 
     def select(self: AnyBatch, index: Tensor | slice) -> AnyBatch:
         """Select rows, without the padding columns that none of them needs (rows must be right-padded)."""
@@ -93,7 +112,8 @@ class Batch:
 
     def extend(self, kind: type[AnyBatch], **columns: Any) -> AnyBatch:
         """A batch of another kind: the fields that both kinds have, and the given ones."""
-        names = {field.name for field in dataclasses.fields(kind)} & {field.name for field in dataclasses.fields(self)}
+        own = {field.name for field in dataclasses.fields(self) if field.init}
+        names = {field.name for field in dataclasses.fields(kind)} & own
         return kind(**{name: getattr(self, name) for name in names} | columns)
 
 
@@ -122,7 +142,7 @@ class Rollout(SampledBatch):
     def select(self, index: Tensor | slice) -> Rollout:
         """Select rows, their columns too."""
         rows = super().select(index)
-        kept = torch.arange(len(self))[index.cpu() if isinstance(index, Tensor) else index].tolist()
+        kept = torch.arange(len(self))[index].tolist()
         rows.columns = [self.columns[i] for i in kept] if self.columns else []
         if "texts" in vars(self):
             rows.texts = [self.texts[i] for i in kept]
@@ -154,6 +174,14 @@ class Rollout(SampledBatch):
         assert self.tokenizer is not None, "a rollout without a tokenizer has no texts"
         ids = zip(self.prompt_ids(), self.response_ids())
         return [(decode(self.tokenizer, prompt), decode(self.tokenizer, response)) for prompt, response in ids]
+
+
+def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
+    """The tensor on a device. From the host the copy does not wait for what the device computes."""
+    device = torch.device(device)
+    if tensor.device.type != "cpu" or device.type in ("cpu", "mps"):  # MPS may read the source after it is freed
+        return tensor.to(device)
+    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
 
 def joined(rollouts: Sequence[Rollout]) -> Rollout:
@@ -314,15 +342,17 @@ def micro_batches(rows: Sequence[Row], size: int) -> Iterator[list[Row]]:
         yield [rows[i] for i in index]
 
 
-def inference_batches(lengths: Tensor, max_rows: int) -> Iterator[Tensor]:
-    """Yields row indices (b,) of similar length, longest first, for passes without gradients; lengths: (B,).
+def inference_batches(lengths: Tensor, max_rows: int, device: torch.device = HOST) -> Iterator[Tensor]:
+    """Yields row indices (b,) of similar length, longest first, for passes without gradients on a device.
+
+    lengths: (B,) on the host.
 
     The number of rows of each pass: see `inference_batch_size`.
     """
     descending, order = lengths.sort(descending=True, stable=True)
     longest, start = descending.tolist(), 0
     while start < len(order):
-        stop = start + inference_batch_size(longest[start], max_rows, order.device)
+        stop = start + inference_batch_size(longest[start], max_rows, device)
         yield order[start:stop]
         start = stop
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from lightrlhf.cli.errors import RunFailure
 from lightrlhf.cli.fields import at_least, between, flag
 from lightrlhf.cli.groups import DecodingArgs, FrozenArgs, SamplingArgs
-from lightrlhf.data.batch import inference_batch_size, response_batch
+from lightrlhf.data.batch import inference_batch_size, response_batch, to_device
 from lightrlhf.data.tokens import decode, encode_prompt
 from lightrlhf.data.types import Tokenizer
 from lightrlhf.envs import TextEnv, prompts
@@ -169,13 +169,14 @@ class ModelAgent:
         return decision_batch(episodes, self.tokenizer.pad_token_id, len(self.labels), rows)
 
     def score(self, run: Run[Any], policy: nn.Module, batch: PlayedBatch) -> Tensor:
-        """Log-probabilities of the actions under a policy, dropout off: (B, T-1)."""
-        logprobs = torch.zeros_like(batch.logprobs)
+        """Log-probabilities of the actions under a policy, dropout off: (B, T-1), on the host as the batch is."""
+        logprobs = torch.zeros(batch.logprobs.shape, device=run.device)
         with inference(policy), run.autocast():
             for rows in batch.by_length(run.args.micro_batch_size):
                 part = batch.select(rows)
-                logprobs[rows, : part.action_mask.shape[1]] = policy(**self.inputs(part)).logprobs
-        return logprobs
+                there = to_device(rows, run.device)
+                logprobs[there, : part.action_mask.shape[1]] = policy(**self.inputs(part)).logprobs
+        return logprobs.cpu()
 
     def compare(self, run: Run[Any], actor: nn.Module, batch: PlayedBatch) -> PlayedBatch:
         """Compare the sampler with the policy: servers at each step, whose gap is measured, this process at the first.
@@ -194,7 +195,7 @@ class ModelAgent:
         """Arguments of the policy's forward pass over decisions; with `shrink_head` its head is cut to the labels."""
         inputs = policy_inputs(batch) | {"temperature": self.args.temperature}
         if self.labels and self.args.shrink_head:
-            inputs |= {"label_ids": self.label_ids.to(batch.input_ids.device), "allowed": batch.allowed}
+            inputs |= {"label_ids": self.label_ids, "allowed": batch.on_host.allowed}
         return inputs
 
     def _reflect(self, seats: Sequence[Seat]) -> list[str | None]:
@@ -262,12 +263,12 @@ class ModelAgent:
         model, ids = self.policy.model, [one.prompt_ids for one in decisions]
         past = load_prefixes(model, ids, prefixes) if self.reuses_prefixes else None
         rest = past.rest if past else ids
-        batch = response_batch(rest, [[0]] * len(rest), 0).to(model.device)
+        batch = response_batch(rest, [[0]] * len(rest), 0)
         mask = torch.cat([past.mask, batch.attention_mask], 1) if past else batch.attention_mask
         options: dict[str, Any] = {"cache": past.cache} if past else {}
         if self.args.shrink_head:
             allowed = allowed_labels(decisions, len(self.labels))
-            options |= {"label_ids": self.label_ids.to(model.device), "allowed": allowed.to(model.device)}
+            options |= {"label_ids": self.label_ids, "allowed": allowed}
         logits = self.policy.choice_logits(batch.input_ids, mask, batch.action_mask, **options).cpu()
         return logits, store_prefixes(past, ids) if past else prefixes
 

@@ -25,7 +25,6 @@ from lightrlhf.cli.errors import RunFailure
 from lightrlhf.data.batch import SampledBatch, response_batch
 from lightrlhf.envs import Info, Start, TextEnv
 from lightrlhf.generation.prefix_cache import CachedPrefix
-from lightrlhf.maths.float64 import float64_device
 from lightrlhf.maths.ops import SumOverRanks
 
 MAX_STEPS = 10_000  # an environment that never ends an episode is a bug, not a long episode
@@ -159,11 +158,11 @@ def rates(counts: Sequence[float]) -> dict[str, float]:
 
 
 def rates_by_level(
-    episodes: Sequence[Episode], levels: Sequence[str], sum_over_ranks: SumOverRanks, device: torch.device
+    episodes: Sequence[Episode], levels: Sequence[str], sum_over_ranks: SumOverRanks
 ) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
     """Rates over the episodes of all ranks, in total and for each level that was played, by its name in metrics."""
     parts = [[one for one in episodes if one.level == level] for level in range(len(levels))]
-    counts = torch.tensor([count(part) for part in (episodes, *parts)], dtype=torch.float64).to(float64_device(device))
+    counts = torch.tensor([count(part) for part in (episodes, *parts)], dtype=torch.float64)
     total, *each = sum_over_ranks(counts).tolist()
     return rates(total), {name.replace(" ", "_"): rates(row) for name, row in zip(levels, each) if row[0]}
 

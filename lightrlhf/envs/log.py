@@ -74,7 +74,7 @@ def episode_row(episode: Episode, tokenizer: Tokenizer, group: int, numbers: dic
 
 def episode_metrics(run: Run[Any], episodes: Sequence[Episode], levels: Sequence[str]) -> Metrics:
     """Success, cost, length and invalid actions; neither the entropy bonus nor the KL penalty enters them."""
-    overall, by_level = rates_by_level(episodes, levels, run.ranks.sum, run.device)
+    overall, by_level = rates_by_level(episodes, levels, run.ranks.sum)
     logprobs = [value for one in episodes for decision in one.decisions for value in decision.logprobs]
     entropy = run.ranks.total(-sum(logprobs)) / max(run.ranks.total(len(logprobs)), 1.0)
     metrics = {"objective/score": overall.pop("reward"), "objective/entropy": entropy}
@@ -86,7 +86,7 @@ def episode_metrics(run: Run[Any], episodes: Sequence[Episode], levels: Sequence
 
 def held_out_metrics(run: Run[Any], episodes: Sequence[Episode], levels: Sequence[str]) -> Metrics:
     """Success, cost, length and invalid actions of held-out episodes, and success on each level."""
-    overall, by_level = rates_by_level(episodes, levels, run.ranks.sum, run.device)
+    overall, by_level = rates_by_level(episodes, levels, run.ranks.sum)
     metrics = {f"val/{name}": value for name, value in overall.items()}
     return metrics | {f"val/success/{level}": row["success"] for level, row in by_level.items()}
 

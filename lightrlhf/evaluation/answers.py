@@ -14,8 +14,8 @@ from lightrlhf.data.splits import Row, check_vocabulary, first_answer
 from lightrlhf.data.tokens import decode
 from lightrlhf.data.types import Tokenizer
 from lightrlhf.generation.rollout import generate_rollout
+from lightrlhf.models.forward import device_of
 from lightrlhf.models.roles import Policy, policy_inputs, vocabulary_size
-from lightrlhf.rewards.scorers import device_of
 
 
 def respond(

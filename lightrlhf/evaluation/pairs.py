@@ -12,8 +12,8 @@ from torch import Tensor
 from lightrlhf.data.batch import micro_batches, preference_batch
 from lightrlhf.data.splits import Row
 from lightrlhf.maths.ops import preference_loss, win_rate
+from lightrlhf.models.forward import device_of
 from lightrlhf.models.roles import Policy, ScalarModel, last_token, policy_inputs
-from lightrlhf.rewards.scorers import device_of
 
 
 @torch.no_grad()

@@ -29,11 +29,11 @@ from lightrlhf.evaluation.answers import perplexity, respond
 from lightrlhf.evaluation.pairs import likelihoods
 from lightrlhf.evaluation.subjects import Subject, Written
 from lightrlhf.evaluation.texts import split_text, target_spans, text_of
+from lightrlhf.models.forward import device_of
 from lightrlhf.models.lora import ADAPTER_CONFIG
 from lightrlhf.models.names import base_name
 from lightrlhf.models.roles import vocabulary_size
 from lightrlhf.rewards.functions import ANSWERS
-from lightrlhf.rewards.scorers import device_of
 from lightrlhf.storage.jsonl import write_jsonl
 from lightrlhf.storage.writing import write_text
 

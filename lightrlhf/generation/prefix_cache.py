@@ -36,7 +36,7 @@ class PrefixBatch(NamedTuple):
     """The cached prefixes of a batch of prompts, for one forward pass over the rest of each."""
 
     cache: DynamicCache
-    mask: Tensor  # (B, P) bool, prefixes right-aligned
+    mask: Tensor  # (B, P) bool on the host, prefixes right-aligned
     rest: list[list[int]]  # uncached ids of each prompt, at least one; equally many of all that are long enough
 
 
@@ -92,7 +92,7 @@ def load_prefixes(
                 states.append(padded.transpose(1, 2))  # (B, heads, P, head size)
             layer.update(*states)
     mask = torch.arange(width) >= width - torch.tensor(lengths)[:, None]  # (B, P)
-    return PrefixBatch(cache, mask.to(model.device), [list(prompt[n:]) for prompt, n in zip(prompts, lengths)])
+    return PrefixBatch(cache, mask, [list(prompt[n:]) for prompt, n in zip(prompts, lengths)])
 
 
 def store_prefixes(

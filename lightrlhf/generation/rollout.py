@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 from lightrlhf.cli.errors import ServersGone
 from lightrlhf.cli.groups import SamplingArgs, ServerArgs
-from lightrlhf.data.batch import Batch, Rollout, SampledBatch, inference_batches, response_batch, row_numbers
+from lightrlhf.data.batch import Batch, Rollout, SampledBatch, inference_batches, response_batch, row_numbers, to_device
 from lightrlhf.data.splits import Row
 from lightrlhf.data.types import Tokenizer
 from lightrlhf.generation.engine import Completions, generate
 from lightrlhf.generation.served import ServedPolicy
 from lightrlhf.maths.sampling_gap import gap_size
-from lightrlhf.models.forward import inference
+from lightrlhf.models.forward import device_of, inference
 from lightrlhf.models.quantisation import compute_dtype, is_quantised
 from lightrlhf.models.roles import Policy, policy_inputs
 from lightrlhf.models.sharding import gather_shards
@@ -45,10 +45,10 @@ def generate_rollout(
     """
     module: Any = getattr(policy, "module", policy)  # without what Fabric wraps it in
     prompts = prompt_ids(rows)
-    device = next(policy.parameters()).device
+    device = device_of(policy)
     with gather_shards(module):
         sampled = generate(module, prompts, args, end_ids(tokenizer, module.model), noise, num_slots, tokenizer)
-        batch = sampled_batch(prompts, sampled, tokenizer.pad_token_id, device)
+        batch = sampled_batch(prompts, sampled, tokenizer.pad_token_id)
         if torch.is_autocast_enabled(device.type) or is_quantised(module.model):  # a decoding step rounds differently
             batch.logprobs = score_logprobs(policy, batch, args.temperature, num_slots)
     return make_rollout(batch, rows, sampled, tokenizer, reference, args.temperature, num_slots)
@@ -59,14 +59,11 @@ def prompt_ids(rows: Sequence[Row]) -> list[list[int]]:
     return [[int(i) for i in row["input_ids"]] for row in rows]
 
 
-def sampled_batch(
-    prompts: Sequence[list[int]], sampled: Completions, pad_id: int, device: torch.device
-) -> SampledBatch:
+def sampled_batch(prompts: Sequence[list[int]], sampled: Completions, pad_id: int) -> SampledBatch:
     """Prompts with their responses, and the log-probabilities that they were sampled with."""
-    batch = response_batch(prompts, sampled.responses, pad_id).to(device)
-    logprobs = torch.zeros(batch.action_mask.shape).to(device)  # (B, T-1)
-    values = torch.tensor([value for row in sampled.logprobs for value in row])  # (N,) of all actions
-    logprobs[batch.action_mask] = values.to(logprobs)
+    batch = response_batch(prompts, sampled.responses, pad_id)
+    logprobs = torch.zeros(batch.action_mask.shape)  # (B, T-1)
+    logprobs[batch.action_mask] = torch.tensor([value for row in sampled.logprobs for value in row])
     return batch.extend(SampledBatch, logprobs=logprobs)
 
 
@@ -83,14 +80,13 @@ def make_rollout(
     ref_logprobs = torch.full_like(batch.logprobs, math.nan)
     if reference is not None:
         ref_logprobs = score_logprobs(reference, batch, temperature, num_slots)
-    device = batch.input_ids.device
     return batch.extend(
         Rollout,
-        row=row_numbers(rows).to(device),
-        group=torch.arange(len(rows), device=device),
+        row=row_numbers(rows),
+        group=torch.arange(len(rows)),
         num_groups=len(rows),
-        prompt_len=torch.tensor([len(row["input_ids"]) for row in rows], dtype=torch.int64, device=device),
-        truncated=torch.tensor(sampled.truncated, dtype=torch.bool, device=device),
+        prompt_len=torch.tensor([len(row["input_ids"]) for row in rows], dtype=torch.int64),
+        truncated=torch.tensor(sampled.truncated, dtype=torch.bool),
         ref_logprobs=ref_logprobs,
         tokenizer=tokenizer,
         columns=[row.get("columns", {}) for row in rows],
@@ -99,13 +95,18 @@ def make_rollout(
 
 
 def score_logprobs(module: nn.Module, batch: Batch, temperature: float, batch_size: int) -> Tensor:
-    """Log-probabilities of a batch's actions, dropout off, in passes of at most `batch_size` rows: -> (B, T-1)."""
-    out = torch.zeros(batch.action_mask.shape, device=batch.input_ids.device)
+    """Log-probabilities of a batch's actions, dropout off, in passes of at most `batch_size` rows: -> (B, T-1).
+
+    Batch and result are on the host, which waits for the device once.
+    """
+    device = device_of(module)
+    out = torch.zeros(batch.action_mask.shape, device=device)
     with inference(module):
-        for rows in inference_batches(batch.attention_mask.sum(1), batch_size):
+        for rows in inference_batches(batch.attention_mask.sum(1), batch_size, device):
             part = batch.select(rows)
-            out[rows, : part.action_mask.shape[1]] = module(**policy_inputs(part), temperature=temperature).logprobs
-    return out
+            logprobs = module(**policy_inputs(part), temperature=temperature).logprobs
+            out[to_device(rows, device), : part.action_mask.shape[1]] = logprobs
+    return out.cpu()
 
 
 # ---------------------------------------------------------------------------------- the gap of servers to the trainer

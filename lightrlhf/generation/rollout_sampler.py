@@ -98,7 +98,7 @@ class RolloutSampler:
         """Responses to the drawn prompts, numbered as `groups` of the step."""
         rollout = self._generate(*self._draw(drawn, *key), ahead)
         own = self.run.ranks.shard([group for group in groups for _ in range(self.responses)])
-        return dataclasses.replace(rollout, group=torch.tensor(own).to(rollout.group), num_groups=self._num_groups)
+        return dataclasses.replace(rollout, group=torch.tensor(own), num_groups=self._num_groups)
 
     # ------------------------------------------------------------------------------------------------- sampling
     def _generate(self, rows: Sequence[Row], noise: Tensor, ahead: Request | None = None) -> Rollout:
@@ -119,7 +119,7 @@ class RolloutSampler:
         """A rollout that servers sample, with the gap between their log-probabilities and this process's."""
         args, prompts = self.run.args, prompt_ids(rows)
         sampled, staleness = served.sample(Request(prompts, noise), ahead)
-        batch = sampled_batch(prompts, sampled, self.tokenizer.pad_token_id, self.run.device)
+        batch = sampled_batch(prompts, sampled, self.tokenizer.pad_token_id)
         with gather_shards(getattr(self.model, "module", self.model)):
             scored = score_logprobs(self.model, batch, args.temperature, args.rollout_mini_batch_size)  # (B, T-1)
         batch = dataclasses.replace(measure_gap(batch, scored, args.sampling_correction), staleness=staleness)

@@ -74,8 +74,7 @@ class ServedSampler:
         args, rows = self.served.args, slice(0, CHECKED_ROWS)
         columns = (completions.responses[rows], completions.logprobs[rows], completions.truncated[rows])
         first = Completions(*columns, removed_mass=0.0)
-        device = next(self.policy.parameters()).device
-        batch = sampled_batch(prompts[rows], first, self.tokenizer.pad_token_id, device)
+        batch = sampled_batch(prompts[rows], first, self.tokenizer.pad_token_id)
         with gather_shards(self.policy), self.run.autocast() if self.run else nullcontext():
             scored = score_logprobs(self.policy, batch, args.temperature, CHECKED_ROWS)  # (B, T-1)
         sampled = measure_gap(batch, scored, args.sampling_correction)

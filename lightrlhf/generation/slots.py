@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lightrlhf import cpu
 from lightrlhf.cli.groups import SamplingArgs
-from lightrlhf.data.batch import INFERENCE_TOKENS
+from lightrlhf.data.batch import INFERENCE_TOKENS, to_device
 from lightrlhf.data.types import PreTrainedModel, Tokenizer
 from lightrlhf.generation.prefix_cache import CachedPrefix, load_prefixes, make_cache, store_prefixes
 from lightrlhf.generation.sampling import first_stop, sample
@@ -283,9 +283,9 @@ class Slots:
         for i, rest in enumerate(cached.rest):
             ids[i, width - len(rest) :] = torch.tensor(rest)
             mask[i, width - len(rest) :] = True
-        mask = torch.cat([cached.mask, mask.to(self.device)], 1)
+        mask = to_device(torch.cat([cached.mask, mask], 1), self.device)
         logits = self.model(
-            input_ids=ids.to(self.device),
+            input_ids=to_device(ids, self.device),
             attention_mask=mask.long(),
             **position_inputs(self.model, position_ids(mask)[:, -width:]),
             **cache_inputs(self.model, cached.cache),

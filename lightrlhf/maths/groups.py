@@ -16,7 +16,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightrlhf.maths.float64 import to_float64
 from lightrlhf.maths.ops import SumOverRanks
 
 EPS = 1e-6  # added to what divides
@@ -44,8 +43,7 @@ def group_moments(
     In float64 the mean of equal float32 scores is exact, so that their deviation is exactly 0.
     """
     reduce = sum_over_ranks or (lambda tensor: tensor)
-    given = to_float64(scores)  # (B,)
-    group = group.to(given.device)
+    given = scores.double()  # (B,)
     scored = ~given.isnan()
     values = torch.where(scored, given, torch.zeros_like(given))  # (B,)
 
@@ -110,7 +108,7 @@ ADVANTAGES: dict[str, Estimator] = {
 
 def group_advantages(scores: Tensor, moments: Moments, estimator: Estimator) -> Tensor:
     """Advantages (B,) of scores (B,), in their type; 0 without a score, and without a baseline in a group of one."""
-    exact = to_float64(scores)
+    exact = scores.double()
     advantages = estimator(exact, moments)
     known = ~exact.isnan() & ((moments.size > 1) | (estimator is raw))
     return torch.where(known, advantages, torch.zeros_like(advantages)).to(scores)
@@ -125,7 +123,7 @@ def table_advantages(scores: Tensor, group: Tensor, function: TableFunction) -> 
     A table (P, K) has the P groups with K scored rows, and is one call; all rows of a group, on any rank, must be here.
     scores: (B,), NaN where a score is missing.
     """
-    exact = to_float64(scores)
+    exact = scores.double()
     members: dict[int, list[int]] = {}
     for row in (~exact.isnan()).nonzero()[:, 0].tolist():
         members.setdefault(int(group[row]), []).append(row)

@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightrlhf.maths.float64 import to_float64
 from lightrlhf.maths.student import Z, quantile
 
 SumOverRanks = Callable[[Tensor], Tensor]
@@ -81,19 +80,20 @@ def policy_loss(
     logprobs: Tensor,
     old_logprobs: Tensor,
     advantages: Tensor,
-    action_mask: Tensor,
+    actions: Tensor | tuple[Tensor, ...],
     clip_coeff: float,
     entropy: Tensor | None = None,
     entropy_coeff: float = 0.0,
 ) -> Tensor:
     """Minus the sum over actions of the clipped surrogate and an entropy bonus (Schulman et al. 2017, eq. 7 and 9).
 
-    Tensors are (B, T-1); divide the scalar by the number of actions of all micro-batches and ranks.
+    Tensors are (B, T-1); actions: their mask, or their rows and columns. Divide the scalar by the number of actions of
+    all micro-batches and ranks.
     """
     surrogate = clipped_surrogate(logprobs - old_logprobs, advantages, clip_coeff)  # (B, T-1)
     if entropy is not None:
         surrogate = surrogate + entropy_coeff * entropy
-    return -surrogate[action_mask].sum()
+    return -surrogate[actions].sum()
 
 
 def kl_k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
@@ -127,8 +127,8 @@ def explained_variance(
 
     A scalar in float64; 0 where there is no action.
     """
-    counted = to_float64(torch.stack([(returns - values)[mask], returns[mask]]))  # (2, N)
-    sums = torch.cat([counted.sum(1), counted.pow(2).sum(1), to_float64(mask.sum()[None])])
+    counted = torch.stack([(returns - values)[mask], returns[mask]]).double()  # (2, N)
+    sums = torch.cat([counted.sum(1), counted.pow(2).sum(1), mask.sum()[None].double()])
     *moments, count = sum_over_ranks(sums) if sum_over_ranks else sums
     if count == 0:
         return count

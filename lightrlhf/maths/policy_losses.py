@@ -17,7 +17,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightrlhf.maths.float64 import to_float64
 from lightrlhf.maths.ops import SumOverRanks, clipped_surrogate, kl_k2
 
 TokenLoss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -89,12 +88,13 @@ def kl_loss(logprobs: Tensor, ref_logprobs: Tensor, log_ratio: Tensor) -> Tensor
     return log_ratio.detach().exp() * kl_k2(logprobs, ref_logprobs)
 
 
-def entropy_bonus(entropy: Tensor, weights: Tensor, action_mask: Tensor) -> Tensor:
+def entropy_bonus(entropy: Tensor, weights: Tensor, actions: Tensor | tuple[Tensor, ...]) -> Tensor:
     """sum_t w_t H(pi(. | s_t)), a scalar; the loss is reduced by `--entropy_coeff` times it (Schulman 2017, eq. 9).
 
     The entropy belongs to a state, not to the action that was sampled there: weights hold no importance weights.
+    actions: their mask, or their rows and columns.
     """
-    return (weights * entropy)[action_mask].sum()
+    return (weights * entropy)[actions].sum()
 
 
 # ------------------------------------------------------------------------------------------------------- aggregation
@@ -131,11 +131,10 @@ def token_weights(
     Counts are over the rows of all ranks. group: (B,) int64 below num_groups; length: the constant of `constant`.
     """
     reduce = sum_over_ranks or (lambda tensor: tensor)
-    row_tokens = to_float64(action_mask.sum(1))  # (B,)
-    group = group.to(row_tokens.device)
+    row_tokens = action_mask.sum(1).double()  # (B,)
     rows = torch.stack([row_tokens, (row_tokens > 0).double()], 1)  # (B, 2)
     by_group = reduce(rows.new_zeros(num_groups, 2).index_add(0, group, rows))  # (G, 2)
     tokens, sequences = by_group.sum(0)
     counts = Counts(tokens, sequences, (by_group[:, 0] > 0).sum(), row_tokens[:, None], by_group[group, :1], length)
     weights = AGGREGATIONS[aggregation](counts).float()  # infinite for an empty count
-    return torch.where(action_mask, weights.to(action_mask.device).expand(action_mask.shape), 0.0)
+    return torch.where(action_mask, weights.expand(action_mask.shape), 0.0)

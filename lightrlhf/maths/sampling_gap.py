@@ -32,7 +32,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightrlhf.maths.float64 import to_float64
 from lightrlhf.maths.ops import kl_k3
 
 
@@ -82,7 +81,7 @@ def importance_weights(log_ratio: Tensor | None, mask: Tensor, kind: str, bound:
 
 def of_actions(log_ratio: Tensor, mask: Tensor) -> Tensor:
     """log r_t at actions, 0 elsewhere, (B, T-1), float64: so that padding does not change a sum over thousands."""
-    return to_float64(torch.where(mask, log_ratio.detach(), 0.0))
+    return torch.where(mask, log_ratio.detach(), 0.0).double()
 
 
 # -------------------------------------------------------------------------------------------------------------- size
@@ -106,7 +105,6 @@ def gap_size(log_ratio: Tensor, mask: Tensor, kind: str | None = None, bound: fl
     infinite where pi = 0. An action is cut where its weight is truncated, masked, or 0.
     """
     log_ratio = of_actions(log_ratio, mask)
-    mask = mask.to(log_ratio.device)
     cut = torch.zeros_like(mask)
     if kind is not None:
         level, weigh = CORRECTIONS[kind]

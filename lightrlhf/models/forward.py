@@ -11,10 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightrlhf.data.batch import to_device
 from lightrlhf.data.types import PreTrainedModel
 from lightrlhf.maths.ops import position_ids
 from lightrlhf.models.frozen import activation_dtype
 from lightrlhf.models.packing import PackedTexts, pack_texts
+
+CAUSAL = "causal"  # name of an attention in transformers, see `without_mask`
+
+
+def device_of(module: nn.Module) -> torch.device:
+    """Device of a module's parameters, a shared backbone's too."""
+    return next((getattr(module, "model", module)).parameters()).device
 
 
 @contextmanager
@@ -30,9 +38,10 @@ def inference(module: nn.Module) -> Iterator[None]:
 
 
 def model_inputs(model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor) -> dict[str, Any]:
-    """Arguments of a forward pass without a KV cache, with explicit positions."""
-    positions = position_inputs(model, position_ids(attention_mask))
-    return {"input_ids": input_ids, "attention_mask": attention_mask.long(), "use_cache": False, **positions}
+    """Arguments of a forward pass without a KV cache, with explicit positions; ids and mask may be on the host."""
+    inputs = {"input_ids": input_ids, "attention_mask": attention_mask.long()}
+    inputs |= position_inputs(model, position_ids(attention_mask))
+    return {name: to_device(values, model.device) for name, values in inputs.items()} | {"use_cache": False}
 
 
 def cache_inputs(model: PreTrainedModel, cache: Any) -> dict[str, Any]:
@@ -52,27 +61,72 @@ def position_inputs(model: PreTrainedModel, positions: Tensor) -> dict[str, Tens
     return {} if model.config.model_type == "bloom" else {"position_ids": positions}
 
 
+def is_right_padded(attention_mask: Tensor) -> bool:
+    """Whether padding (B, T) stands only behind the texts; a mask on the host."""
+    return bool((attention_mask[:, 1:] <= attention_mask[:, :-1]).all())
+
+
+def causal_inputs(model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor) -> dict[str, Any]:
+    """`model_inputs` for right-padded rows in a pass `without_mask`."""
+    inputs = model_inputs(model, input_ids, attention_mask)
+    return inputs | {"attention_mask": None}
+
+
+@contextmanager
+def without_mask(model: PreTrainedModel) -> Iterator[list[None]]:
+    """Context manager: each token attends to all before it, by a fused kernel and with no mask to build or to read.
+
+    Right-padded rows have the same outputs except at padding. Yields a list that gets an entry from each attention. An
+    architecture with attention of another kind adds none: without a mask its tokens would see later ones.
+    """
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.modeling_utils import AttentionInterface
+
+    calls: list[None] = []
+
+    def attend(*args: Any, **options: Any) -> Any:
+        calls.append(None)
+        return sdpa_attention_forward(*args, **options)
+
+    config, name = model.config, model.config._attn_implementation
+    AttentionInterface.register(CAUSAL, attend)  # transformers makes no masks for names that it does not know
+    config._attn_implementation = CAUSAL
+    try:
+        yield calls
+    finally:
+        config._attn_implementation = name
+
+
 def packed_texts(
     model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor, group: Tensor | None
 ) -> PackedTexts | None:
     """The texts of a pass, packed; None where they stay separate.
 
+    On a CPU all texts are packed, elsewhere those with a common prefix: the dense mask of packed rows costs a GPU its
+    fused kernel of causal attention, which plain rows have (`without_mask`).
     The mask of packed rows ignores windows and chunks of attention, so no text may exceed one; GPT-Neo's window counts
     the columns of a row.
     """
-    config = model.config.get_text_config()
-    windows = [getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")]
-    if any(window and input_ids.shape[1] > window for window in windows):
+    shares = group is not None and len(group.unique()) < len(group)
+    if exceeds_window(model, input_ids.shape[1]) or not (shares or model.device.type == "cpu"):
         return None
+    config = model.config.get_text_config()
     hidden_size = getattr(config, "hidden_size", 1024)  # a rare architecture has no such name
     return pack_texts(input_ids, attention_mask, group, hidden_size, getattr(config, "window_size", None))
 
 
+def exceeds_window(model: PreTrainedModel, length: int) -> bool:
+    """Whether texts of this length are longer than a window or a chunk of the model's attention."""
+    config = model.config.get_text_config()
+    windows = [getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")]
+    return any(window and length > window for window in windows)
+
+
 def packed_inputs(model: PreTrainedModel, packed: PackedTexts) -> dict[str, Any]:
-    """`model_inputs` for packed texts."""
-    dtype = activation_dtype(model)
-    mask = torch.zeros(packed.visible.shape, dtype=dtype, device=packed.visible.device)
-    mask = mask.masked_fill_(~packed.visible, torch.finfo(dtype).min)[:, None]  # (N, 1, W, W)
+    """`model_inputs` for packed texts on the device."""
+    dtype, visible = activation_dtype(model), packed.visible
+    mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
+    mask = mask.masked_fill_(~visible, torch.finfo(dtype).min)[:, None]  # (N, 1, W, W)
     positions = position_inputs(model, packed.positions)
     return {"input_ids": packed.input_ids, "attention_mask": mask, "use_cache": False, **positions}
 

@@ -36,9 +36,18 @@ class PackedTexts(NamedTuple):
 
     input_ids: Tensor  # (N, W)
     positions: Tensor  # (N, W)
-    visible: Tensor  # (N, W, W) bool, whether the first token attends to the second
+    part: Tensor  # (N, W) number of the part of a group in its row, -1 of padding
+    text: Tensor  # (N, W) number of the text in its row, 0 in a prefix, -1 of padding
     rows: Tensor  # (B,) the packed row of each separate one
     columns: Tensor  # (B, T) the column of each of its tokens in there, 0 of padding
+
+    @property
+    def visible(self) -> Tensor:
+        """Whether the first token attends to the second: (N, W, W) bool, on the device of the texts."""
+        part, text = self.part, self.text
+        visible = (text[:, None, :] == 0) | (text[:, None, :] == text[:, :, None])
+        visible &= part[:, None, :] == part[:, :, None]
+        return (visible | (text[:, :, None] < 0)).tril()  # padding sees all before it, as in separate rows
 
 
 class Layout(NamedTuple):
@@ -57,9 +66,11 @@ def pack_texts(
 ) -> PackedTexts | None:
     """Pack (B, T) rows by their `group` (B,), see `Batch`; None if separate rows cost less or are not right-padded.
 
+    All tensors are on the host.
+
     most_columns: of a packed row.
     """
-    mask, device, count = attention_mask.bool(), input_ids.device, len(input_ids)
+    mask, count = attention_mask.bool(), len(input_ids)
     members = [[row] for row in range(count)] if group is None else group_members(group)
     first, shared = [0] * count, [0] * count
     for rows in members:
@@ -81,10 +92,10 @@ def pack_texts(
     if layout is None or layout.cost(hidden_size) > MOST_COST * separate:
         return None
 
-    places = torch.tensor(_places(layout, shared, rests), device=device)  # (B, 5)
+    places = torch.tensor(_places(layout, shared, rests))  # (B, 5)
     place, part_of, number_of, start_of, rest_of = places.T[..., None]  # (B, 1) each
-    prefix = torch.tensor(shared, device=device)[:, None]  # (B, 1)
-    position = torch.arange(input_ids.shape[1], device=device)[None].expand_as(input_ids)  # (B, T)
+    prefix = torch.tensor(shared)[:, None]  # (B, 1)
+    position = torch.arange(input_ids.shape[1])[None].expand_as(input_ids)  # (B, T)
     is_shared = position < prefix
     column = torch.where(is_shared, position + start_of, position - prefix + rest_of)
     width = layout.width + 1  # the last column takes the padding and is dropped
@@ -92,16 +103,13 @@ def pack_texts(
 
     def pack(values: Tensor, padding: int) -> Tensor:
         """(B, T) values of the separate rows as (N, W); rows of a part have the same ones in their prefix."""
-        out = torch.full((len(layout.bins) * width,), padding, device=device)
+        out = torch.full((len(layout.bins) * width,), padding)
         return out.scatter(0, target, values.flatten()).view(-1, width)[:, :-1]
 
     part = pack(part_of.expand_as(input_ids), -1)  # (N, W)
     text = pack(torch.where(is_shared, 0, number_of), -1)  # (N, W): 0 in a prefix
-    visible = (text[:, None, :] == 0) | (text[:, None, :] == text[:, :, None])
-    visible &= part[:, None, :] == part[:, :, None]
-    visible = (visible | (text[:, :, None] < 0)).tril()  # padding sees all before it, as in separate rows
     columns = torch.where(mask, column, 0)
-    return PackedTexts(pack(input_ids, 0), pack(position, 0), visible, place[:, 0], columns)
+    return PackedTexts(pack(input_ids, 0), pack(position, 0), part, text, place[:, 0], columns)
 
 
 def _places(layout: Layout, shared: Sequence[int], rests: Sequence[int]) -> list[tuple[int, int, int, int, int]]:

@@ -16,19 +16,30 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightrlhf.data.batch import Batch
+from lightrlhf.data.batch import Batch, to_device
 from lightrlhf.data.types import PreTrainedModel
 from lightrlhf.maths.head import LogitFunction, head_logprobs, head_sum, logit_rows
 from lightrlhf.maths.ops import position_ids
 from lightrlhf.models import lora
-from lightrlhf.models.architecture import check_language_model, check_scalar_model, has_plain_head, scalar_head
+from lightrlhf.models.architecture import (
+    check_language_model,
+    check_scalar_model,
+    has_plain_head,
+    scalar_head,
+    trial_ids,
+)
 from lightrlhf.models.forward import (
     cache_inputs,
+    causal_inputs,
     embedding_rows,
+    exceeds_window,
+    inference,
+    is_right_padded,
     model_inputs,
     packed_inputs,
     packed_texts,
     position_inputs,
+    without_mask,
 )
 from lightrlhf.models.frozen import HeldLinear
 from lightrlhf.models.packing import PackedTexts
@@ -57,6 +68,7 @@ class Role(nn.Module):
 
     model: PreTrainedModel
     packs = False  # the texts of a pass into fewer rows; see `probes.enable_packing`
+    is_causal: bool | None = None  # `without_mask`; None until a trial pass
 
     def __init__(
         self,
@@ -83,11 +95,34 @@ class Role(nn.Module):
     def _inputs(
         self, input_ids: Tensor, attention_mask: Tensor, group: Tensor | None = None
     ) -> tuple[dict[str, Any], PackedTexts | None]:
-        """Arguments of a forward pass without a KV cache, and the packed texts if they are packed."""
+        """Arguments of a forward pass without a KV cache, and on the host the packed texts if they are packed."""
         packed = packed_texts(self.model, input_ids, attention_mask, group) if self.packs else None
+        if packed is None and self._needs_no_mask(attention_mask):
+            return causal_inputs(self.model, input_ids, attention_mask), None
         if packed is None:
             return model_inputs(self.model, input_ids, attention_mask), None
-        return packed_inputs(self.model, packed), packed
+        there = PackedTexts(*(to_device(values, self.model.device) for values in packed))
+        return packed_inputs(self.model, there), packed
+
+    def _needs_no_mask(self, attention_mask: Tensor) -> bool:
+        """Whether these rows are computed `without_mask`: not on a CPU, whose results do not depend on a trial pass."""
+        model, width = self.model, attention_mask.shape[1]
+        if model.device.type == "cpu" or model.config._attn_implementation != "sdpa":
+            return False
+        if exceeds_window(model, width) or not is_right_padded(attention_mask):
+            return False
+        if self.is_causal is None:
+            ids = trial_ids(model, 2)
+            with inference(model), without_mask(model) as calls:
+                model.base_model(**causal_inputs(model, ids, torch.ones_like(ids)))
+            self.is_causal = len(calls) == model.config.get_text_config().num_hidden_layers
+        return self.is_causal
+
+    def _base(self, inputs: dict[str, Any], whole: bool = False) -> Any:
+        """Output of the transformer for arguments of `_inputs`; of the whole model with its head."""
+        run = self.model if whole else self.model.base_model
+        with without_mask(self.model) if inputs["attention_mask"] is None else nullcontext():
+            return run(**inputs)
 
     def train(self, mode: bool = True) -> Role:
         if self.shares:
@@ -152,27 +187,31 @@ class Policy(Role):
 
         label_ids (L,), allowed (B, 1, L) bool: restrict the actions to these tokens, in each row to the allowed ones.
         group: as in `Batch`. function: of the logits of the N actions, whose sum, (), and values, (N, k), are returned
-        instead; see `maths.head.head_sum`.
+        instead; see `maths.head.head_sum`. Ids and masks may be on the host; elsewhere they are read from there first.
         """
+        input_ids, attention_mask, action_mask = input_ids.cpu(), attention_mask.cpu(), action_mask.cpu()
+        group = None if group is None else group.cpu()
         if not len(input_ids):
             ids, mask, actions = _dummy_batch(input_ids)
             found = self.forward(ids, mask, actions, temperature, with_entropy, with_mean, function=function)
             return found if function else found.map(lambda row: row[:0])
-        targets = input_ids[:, 1:][action_mask]  # (N,)
+        device, shape = self.model.device, action_mask.shape
+        targets = to_device(input_ids[:, 1:][action_mask], device)  # (N,)
         if label_ids is None:
             with self.active():
                 states, head = self._states(input_ids, attention_mask, action_mask, group=group)
-                rows = logit_rows(embedding_rows(self.model), input_ids.device.type)
+                rows = logit_rows(embedding_rows(self.model), device.type)
                 if function:
                     return head_sum(states, head, function, rows)
                 stats = TokenStats(*head_logprobs(states, head, targets, temperature, with_entropy, with_mean, rows))
         else:
             logits = self.choice_logits(input_ids, attention_mask, action_mask, label_ids, allowed)
             logprobs = (logits / temperature).log_softmax(-1)  # (N, L)
-            chosen = (targets[:, None] == label_ids).long().argmax(-1, keepdim=True)  # (N, 1)
+            chosen = (targets[:, None] == to_device(label_ids, device)).long().argmax(-1, keepdim=True)  # (N, 1)
             entropy = -(logprobs.exp() * logprobs).sum(-1) if with_entropy else None
             stats = TokenStats(logprobs.gather(-1, chosen)[:, 0], entropy, None)
-        return stats.map(lambda row: _scatter(row, action_mask))
+        places = tuple(to_device(index, device) for index in action_mask.nonzero(as_tuple=True))  # (N,) each
+        return stats.map(lambda row: row.new_zeros(shape).index_put(places, row))
 
     def choice_logits(
         self,
@@ -185,13 +224,15 @@ class Policy(Role):
     ) -> Tensor:
         """Logits (N, L) of the labels at each of the N actions, very low where not allowed; without labels (N, V).
 
-        Of a linear head only the rows of the labels are used, so the cost is independent of the vocabulary size. With a
-        KV `cache` of earlier tokens the attention mask covers them too, and the cache grows by `input_ids`.
+        All arguments may be on the host. Of a linear head only the rows of the labels are used, so the cost is
+        independent of the vocabulary size. With a KV `cache` of earlier tokens the attention mask covers them too, and
+        the cache grows by `input_ids`.
         """
         with self.active():
             states, head = self._states(input_ids, attention_mask, action_mask, cache=cache)
             if label_ids is None:
                 return head(states).float()
+            label_ids = to_device(label_ids, states.device)
             if isinstance(head, nn.Linear) and type(head) in (nn.Linear, HeldLinear):
                 bias = None if head.bias is None else head.bias[label_ids]
                 rows = head.weight[label_ids].to(states.dtype)
@@ -201,7 +242,8 @@ class Policy(Role):
         if allowed is None:
             return logits
         allowed_here = allowed.expand(-1, action_mask.shape[1], -1)[action_mask]  # (N, L)
-        return logits.masked_fill(~allowed_here, -1e9)  # -inf would make the entropy and its gradient NaN
+        hidden = to_device(~allowed_here, logits.device)
+        return logits.masked_fill(hidden, -1e9)  # -inf would make the entropy and its gradient NaN
 
     def logits_of(self, batch: Batch) -> Callable[[slice], Tensor]:
         """The function that gives the logits (n, V), without a gradient, of a slice of the batch's actions.
@@ -233,16 +275,16 @@ class Policy(Role):
             inputs, packed = self._inputs(input_ids, attention_mask, group)
         else:
             inputs, packed = model_inputs(self.model, input_ids, attention_mask), None
-            positions = position_ids(attention_mask)[:, -input_ids.shape[1] :]
+            positions = to_device(position_ids(attention_mask)[:, -input_ids.shape[1] :], self.model.device)
             inputs |= {**cache_inputs(self.model, cache), **position_inputs(self.model, positions)}
         if self.head_is_plain:
-            states, head = self.model.base_model(**inputs).last_hidden_state, self.model.get_output_embeddings()
+            states, head = self._base(inputs).last_hidden_state, self.model.get_output_embeddings()
         else:  # the architecture changes its logits after the head (soft caps, scales): states are logits (B, T, V)
-            states, head = self.model(**inputs).logits, nn.Identity()
-        if packed is None:
-            return states[:, :-1][action_mask], head
-        rows = packed.rows[:, None].expand_as(action_mask)[action_mask]  # (N,)
-        return states[rows, packed.columns[:, :-1][action_mask]], head
+            states, head = self._base(inputs, whole=True).logits, nn.Identity()
+        rows, columns = action_mask.nonzero(as_tuple=True)  # (N,) each
+        if packed is not None:
+            rows, columns = packed.rows[rows], packed.columns[rows, columns]
+        return states[to_device(rows, states.device), to_device(columns, states.device)], head
 
 
 class ScalarModel(Role):
@@ -267,15 +309,19 @@ class ScalarModel(Role):
             check_scalar_model(model)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, group: Tensor | None = None) -> Tensor:
-        """(B, T) ids and mask -> (B, T) float32 values of the head; group: as in `Batch`."""
+        """(B, T) ids and mask -> (B, T) float32 values of the head; group: as in `Batch`. All may be on the host."""
+        input_ids, attention_mask = input_ids.cpu(), attention_mask.cpu()
+        group = None if group is None else group.cpu()
         if not len(input_ids):
             return self.forward(*_dummy_batch(input_ids)[:2])[:0]
         inputs, packed = self._inputs(input_ids, attention_mask, group)
         with self.active():
-            hidden = self.model.base_model(**inputs).last_hidden_state
+            hidden = self._base(inputs).last_hidden_state
         head = self.score if self.shares else scalar_head(self.model)
         values = head(hidden)[..., 0].float()
-        return values if packed is None else values[packed.rows].gather(1, packed.columns)
+        if packed is None:
+            return values
+        return values[to_device(packed.rows, values.device)].gather(1, to_device(packed.columns, values.device))
 
 
 def last_token(values: Tensor, attention_mask: Tensor) -> Tensor:
@@ -285,13 +331,16 @@ def last_token(values: Tensor, attention_mask: Tensor) -> Tensor:
 
 
 def policy_inputs(batch: Batch) -> dict[str, Any]:
-    """Arguments of `Policy.forward` for a batch."""
-    return {
-        "input_ids": batch.input_ids,
-        "attention_mask": batch.attention_mask,
-        "action_mask": batch.action_mask,
-        "group": batch.group,
-    }
+    """Arguments of `Policy.forward` for a batch, on the host."""
+    own = batch.on_host
+    masks = {"attention_mask": own.attention_mask, "action_mask": own.action_mask}
+    return {"input_ids": own.input_ids, **masks, "group": own.group}
+
+
+def scalar_inputs(batch: Batch) -> dict[str, Any]:
+    """Arguments of `ScalarModel.forward` for a batch, on the host."""
+    own = batch.on_host
+    return {"input_ids": own.input_ids, "attention_mask": own.attention_mask, "group": own.group}
 
 
 def vocabulary_size(module: Role) -> int:
@@ -316,8 +365,3 @@ def _dummy_batch(empty_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Ids, mask and action mask of one row without actions, with which a rank without rows joins the collectives."""
     ids = empty_ids.new_zeros(1, 2)
     return ids, ids == 0, ids[:, 1:] == 0
-
-
-def _scatter(row: Tensor, action_mask: Tensor) -> Tensor:
-    """Scatter (N,) values of the actions to (B, T-1), 0 elsewhere."""
-    return torch.zeros(action_mask.shape, dtype=row.dtype, device=row.device).masked_scatter(action_mask, row)

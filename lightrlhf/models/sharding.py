@@ -96,6 +96,12 @@ def full_tensors(value: Any, keep: bool = True) -> Any:
     return value.detach().cpu() if keep else None
 
 
+def _whole(norm: Tensor) -> Tensor:
+    """A norm on its device, gathered if it is sharded."""
+    whole: Tensor = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+    return whole
+
+
 def clip_gradients(parameters: Sequence[nn.Parameter], largest: float) -> Tensor:
     """Scale the gradients to a global norm of at most `largest`; returns the norm before, whole on each rank.
 
@@ -105,9 +111,8 @@ def clip_gradients(parameters: Sequence[nn.Parameter], largest: float) -> Tensor
     for parameter in parameters:
         by_mesh[getattr(parameter.grad, "device_mesh", None)].append(parameter)
     if len(by_mesh) < 2:
-        whole: Tensor = full_tensors(nn.utils.clip_grad_norm_(parameters, largest))
-        return whole
-    norms = [full_tensors(nn.utils.get_total_norm([p.grad for p in own])) for own in by_mesh.values()]  # type: ignore[misc]
+        return _whole(nn.utils.clip_grad_norm_(parameters, largest))
+    norms = [_whole(nn.utils.get_total_norm([p.grad for p in own])) for own in by_mesh.values()]  # type: ignore[misc]
     norm = torch.linalg.vector_norm(torch.stack(norms))
     for own in by_mesh.values():
         nn.utils.clip_grads_with_norm_(own, largest, norm)

@@ -27,7 +27,6 @@ from lightrlhf.cli.functions import load_function
 from lightrlhf.cli.groups import AuditArgs
 from lightrlhf.data.batch import Rollout
 from lightrlhf.data.scores import Scores
-from lightrlhf.maths.float64 import to_float64
 from lightrlhf.maths.ops import SumOverRanks
 from lightrlhf.rewards.scorers import FunctionScorer, score_rollout
 from lightrlhf.training.ranks import Ranks
@@ -153,7 +152,7 @@ class RewardAudit:
 
 def moments(columns: Sequence[Tensor], sum_over_ranks: SumOverRanks) -> list[Moments]:
     """Mean, unbiased variance and number of the finite values of each column (B,) on all ranks; else NaN, 0, 0."""
-    values = torch.stack([to_float64(column) for column in columns], 1)  # (B, C)
+    values = torch.stack([column.double() for column in columns], 1)  # (B, C)
     valid = values.isfinite()
     kept = torch.where(valid, values, torch.zeros_like(values))
     sums = sum_over_ranks(torch.stack([valid.sum(0).to(kept.dtype), kept.sum(0), kept.square().sum(0)]))  # (3, C)

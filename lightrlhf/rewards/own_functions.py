@@ -14,7 +14,6 @@ from torch import Tensor
 
 from lightrlhf.cli.errors import RunFailure, UsageError
 from lightrlhf.cli.functions import load_function
-from lightrlhf.maths.float64 import to_float64
 from lightrlhf.maths.groups import TableFunction, table_advantages
 from lightrlhf.maths.policy_losses import TokenLoss
 from lightrlhf.rewards.functions import failure_of
@@ -74,7 +73,7 @@ def own_advantages(path: str, num_generations: int, scores: Tensor, group: Tenso
 
     scores: (B,), NaN where a score is missing. Raises: RunFailure where the function fails.
     """
-    parts = ranks.gather((group.tolist(), to_float64(scores).tolist()))
+    parts = ranks.gather((group.tolist(), scores.double().tolist()))
     groups = torch.tensor([number for numbers, _ in parts for number in numbers], dtype=torch.int64)
     values = torch.tensor([value for _, values in parts for value in values], dtype=torch.float64)
     start = sum(len(numbers) for numbers, _ in parts[: ranks.rank])

@@ -35,12 +35,11 @@ class Rewards:
     def __call__(self, rollout: Rollout, audited: bool = True) -> Scores:
         """Scores of a rollout's responses, each by itself, and the audit's unless they are not to be audited."""
         parts = self.parts([[sample] for sample in samples_of(rollout)])
-        device = rollout.input_ids.device
         known = [[math.nan if value is None else value for value in row] for row in parts]
         total = [math.nan if (value := self.total(row)) is None else value for row in parts]
         return Scores(
-            total=torch.tensor(total, device=device),
-            parts=torch.tensor(known, device=device).reshape(len(parts), len(self.names)),
+            total=torch.tensor(total),
+            parts=torch.tensor(known).reshape(len(parts), len(self.names)),
             names=self.names,
             weights=self.weights,
             audit=self.audit.score(rollout) if self.audit and audited else None,

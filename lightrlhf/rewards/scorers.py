@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from lightrlhf.cli.errors import RunFailure
-from lightrlhf.data.batch import Rollout, inference_batches, response_batch
+from lightrlhf.data.batch import Rollout, inference_batches, response_batch, to_device
 from lightrlhf.data.tokens import encode_pair, pair_prompt
+from lightrlhf.models.forward import device_of
 from lightrlhf.models.roles import ScalarModel, last_token
 from lightrlhf.rewards.encoding import Encoding, Sample, samples_of, samples_of_row
 from lightrlhf.rewards.functions import Failure, Response, RewardFunction, as_text, call_function, failure_of
@@ -53,7 +54,7 @@ class ModelScorer:
     def _score_ids(self, rows: list[tuple[list[int], list[int]]]) -> list[float]:
         def score(batch: list[tuple[list[int], list[int]]]) -> Tensor:
             pad = self.encoding.tokenizer.pad_token_id
-            batched = response_batch([p for p, _ in batch], [r for _, r in batch], pad).to(device_of(self.model))
+            batched = response_batch([p for p, _ in batch], [r for _, r in batch], pad)
             return score_batch(self.model, batched.input_ids, batched.attention_mask)
 
         lengths = [len(prompt) + len(response) for prompt, response in rows]
@@ -100,7 +101,6 @@ class PairScorer:
 
         def score(batch: list[list[int]]) -> Tensor:
             batched = response_batch(batch, [[] for _ in batch], self.encoding.tokenizer.pad_token_id)
-            batched = batched.to(device_of(self.model))
             return score_batch(self.model, batched.input_ids, batched.attention_mask)
 
         lengths = [len(row) for row in rows]
@@ -219,7 +219,7 @@ def as_seen(sample: Sample, takes_messages: bool) -> Response:
 def score_rollout(scorer: GroupScorer, rollout: Rollout) -> Tensor:
     """Scores (B,) of a rollout's responses by one scorer, NaN where missing."""
     scores = [math.nan if score is None else score for (score,) in scorer([[one] for one in samples_of(rollout)])]
-    return torch.tensor(scores, device=rollout.input_ids.device)
+    return torch.tensor(scores)
 
 
 def score_rows(scorer: GroupScorer, rows: Sequence[Row]) -> list[list[float | None]]:
@@ -247,7 +247,7 @@ def in_batches(
     """Apply `score` to batches of similar length; NaN for rows that are longer than the model's positions."""
     values = [math.nan] * len(rows)
     fitting = [i for i, length in enumerate(lengths) if encoding.fits(length)]
-    for part in inference_batches(torch.tensor([lengths[i] for i in fitting], device=device), batch_size):
+    for part in inference_batches(torch.tensor([lengths[i] for i in fitting]), batch_size, device):
         index = [fitting[i] for i in part.tolist()]
         for i, value in zip(index, score([rows[i] for i in index]).tolist()):
             values[i] = value
@@ -257,9 +257,10 @@ def in_batches(
 @torch.no_grad()
 def score_batch(model: Any, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
     """(B, T) right-padded rows -> (B,): the head at the last token, or what the model's own code calls `score`."""
+    device = device_of(model)
     if isinstance(model, ScalarModel):
-        return last_token(model(input_ids, attention_mask), attention_mask)
-    out = model(input_ids=input_ids, attention_mask=attention_mask.long())
+        return last_token(model(input_ids, attention_mask), to_device(attention_mask, device))
+    out = model(input_ids=to_device(input_ids, device), attention_mask=to_device(attention_mask.long(), device))
     score = getattr(out, "score", None)
     return (out.logits if score is None else score).reshape(len(input_ids), -1)[:, 0].float()
 
@@ -267,11 +268,6 @@ def score_batch(model: Any, input_ids: Tensor, attention_mask: Tensor) -> Tensor
 def is_encoder(model: Any) -> bool:
     """Whether a classifier reads a pair of texts, as BERT does: no head `score`, no custom code."""
     return not isinstance(model, ScalarModel) and not hasattr(model.config, "auto_map")
-
-
-def device_of(module: nn.Module) -> torch.device:
-    """Device of a module's parameters, a shared backbone's too."""
-    return next((getattr(module, "model", module)).parameters()).device
 
 
 def finite(value: float) -> float | None:

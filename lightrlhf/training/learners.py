@@ -6,7 +6,7 @@ Left out: how models are sharded (`models/sharding.py`), and the scale of losses
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple, cast
 
@@ -60,6 +60,7 @@ class Learners:
         if self.loss_scale and resumed and "loss_scale" in resumed:
             self.loss_scale.load(resumed["loss_scale"])
         self._rows: list[Tensor] = []  # that backward passes of a step have read, (b,) each
+        self._losses: list[tuple[Tensor, Tensor | None]] = []  # since the last optimiser step, with their rows (b,)
         self._step_of_rows = -1
         self._never_finite: set[str] = set()  # names of buffers that hold infinities from the start, as masks do
         self._meta_copies: dict[str, nn.Module] = {}  # of sharded models, to save full ones
@@ -145,26 +146,32 @@ class Learners:
     def backward(self, loss: Tensor, row: Tensor | None = None) -> None:
         """Backward pass of a sum divided by its global count; undoes the averaging of gradients over ranks.
 
-        row: (b,) numbers in the data of the micro-batch's rows, by which errors name them.
-        Raises: RunFailure, naming the step and the rows, when the loss is not finite.
+        row: (b,) numbers in the data of the micro-batch's rows, on the host, by which errors name them. Whether the
+        loss is finite is read before the next optimiser step, so that no micro-batch waits for the one before.
         """
         if self._step_of_rows != self.progress.step:
             self._rows, self._step_of_rows = [], self.progress.step
         if row is not None:
             self._rows.append(row)
-        if not torch.isfinite(loss):
-            named = "" if row is None else self.order.describe(row.tolist())
-            where = f"at step {self.progress.step + 1}{named}"
-            remedy = "; 16-mixed ends at 65504, try --precision bf16-mixed or 32-true" if self.loss_scale else ""
-            raise RunFailure(f"loss is {float(loss.detach())} {where}{remedy}{self.last_good()}")
+        self._losses.append((loss.detach(), row))
         self.fabric.backward(loss * self.ranks.world_size)
+
+    def _check_losses(self, losses: Sequence[float]) -> None:
+        """Check the losses of the backward passes since the last optimiser step. Raises: RunFailure."""
+        passes, self._losses = self._losses, []
+        for loss, (_, row) in zip(losses, passes, strict=True):
+            if not math.isfinite(loss):
+                named = "" if row is None else self.order.describe(row.tolist())
+                where = f"at step {self.progress.step + 1}{named}"
+                remedy = "; 16-mixed ends at 65504, try --precision bf16-mixed or 32-true" if self.loss_scale else ""
+                raise RunFailure(f"loss is {loss} {where}{remedy}{self.last_good()}")
 
     def optimize(self, name: str) -> float:
         """Clip gradients, step optimiser and schedule of `name`; returns the gradient norm before clipping.
 
         With `--precision 16-mixed` a step whose gradients are not finite is skipped, and its norm is NaN.
-        Raises: RunFailure, naming the step and its rows, when a gradient is not finite (with 16-mixed: in many steps in
-        a row); the weights are unchanged then.
+        Raises: RunFailure, naming the step and its rows, when a loss or a gradient is not finite (with 16-mixed: a
+        gradient in many steps in a row); the weights are unchanged then.
         """
         module, optimizer, scheduler = self.by_name[name]
         parameters = [p for p in module.parameters() if p.grad is not None]
@@ -172,13 +179,15 @@ class Learners:
         with self.ranks.waiting():
             if self.loss_scale and is_scaled:
                 self.loss_scale.unscale(optimizer.optimizer)
-            norm = clip_gradients(parameters, self.args.gradient_clip_val or math.inf)
-        is_finite, step = bool(torch.isfinite(norm)), f"step {self.progress.step + 1}"
+            total = clip_gradients(parameters, self.args.gradient_clip_val or math.inf)
+        norm, *losses = torch.stack([total, *(loss.to(total) for loss, _ in self._losses)]).tolist()
+        self._check_losses(losses)
+        is_finite, step = math.isfinite(norm), f"step {self.progress.step + 1}"
         if is_finite:
             optimizer.step()
         elif not is_scaled:
             where = f"at {step}{self._describe_step()}{self.last_good()}"
-            raise RunFailure(f"{name} gradient norm is {float(norm)} {where}")
+            raise RunFailure(f"{name} gradient norm is {norm} {where}")
         optimizer.zero_grad(set_to_none=True)
         if self.loss_scale and is_scaled:
             if not self._has_gradients():  # others, such as a critic's, were computed with this scale
@@ -186,7 +195,7 @@ class Learners:
             if problem := self.loss_scale.count(name, is_finite):
                 raise RunFailure(f"{step}: {problem}{self.last_good()}")
         scheduler.step()
-        return float(norm) if is_finite else math.nan
+        return norm if is_finite else math.nan
 
     def _describe_step(self) -> str:
         """The rows that this step's backward passes have read on all ranks, as part of an error that all raise."""

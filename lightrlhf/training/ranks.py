@@ -51,7 +51,8 @@ class Ranks:
         if self.world_size == 1:
             return value
         with self.waiting():
-            return self.fabric.all_reduce(value, group=self._data_group(), reduce_op="sum")
+            total = self.fabric.all_reduce(value.to(self.device), group=self._data_group(), reduce_op="sum")
+            return total.to(value.device)
 
     def total(self, value: float) -> float:
         """Sum of a number over the data-parallel ranks."""

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from lightrlhf.cli.errors import UsageError
-from lightrlhf.data.batch import Batch, micro_batch_indices
+from lightrlhf.data.batch import Batch, micro_batch_indices, to_device
 from lightrlhf.data.flat import Rows, View
 from lightrlhf.data.splits import Row
 from lightrlhf.models.forward import inference
@@ -34,6 +34,7 @@ from lightrlhf.storage.locks import lock_folder
 from lightrlhf.storage.writing import save_tensors
 from lightrlhf.training.dry_run import NUM_STEPS
 from lightrlhf.training.provenance import versions
+from lightrlhf.training.resume import device_rng_state, set_device_rng_state
 from lightrlhf.training.run import Run
 
 PART_ROWS = 64  # of each rank, enough to pack rows of similar length together
@@ -71,7 +72,8 @@ def score_rows(
     """Log-probabilities of N rows, dropout off, computed on all ranks: (S, N) on each."""
     logps = torch.zeros(sides, len(rows), device=run.device)
     here = run.ranks.shard(range(len(rows)))
-    logps[:, here] = score_shard(run, model, [rows[i] for i in here], collate, sides, temperature)
+    places = to_device(torch.tensor(here, dtype=torch.int64), run.device)
+    logps[:, places] = score_shard(run, model, [rows[i] for i in here], collate, sides, temperature)
     return run.ranks.sum(logps)
 
 
@@ -96,17 +98,23 @@ def score_shard(
             batch = collate([rows[i] for i in index]).to(run.device)
             with run.autocast():
                 logprobs: Tensor = model(**policy_inputs(batch), temperature=temperature).logprobs  # (S b, t-1)
-                logps[:, index] = logprobs.sum(1).float().reshape(sides, -1)
+                places = to_device(torch.tensor(index, dtype=torch.int64), run.device)
+                logps[:, places] = logprobs.sum(1).float().reshape(sides, -1)
             if by_token is not None:
-                by_token[:, index, : logprobs.shape[1]] = logprobs.float().unflatten(0, (sides, -1))
+                by_token[:, places, : logprobs.shape[1]] = logprobs.float().unflatten(0, (sides, -1))
     return logps
 
 
 @contextmanager
 def replay_dropout(device: torch.device) -> Iterator[None]:
     """Context manager: no gradients; restores the random state on exit, for later passes to repeat."""
-    with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
-        yield
+    host, own = torch.get_rng_state(), device_rng_state(device)
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        torch.set_rng_state(host)
+        set_device_rng_state(device, own)
 
 
 # ---------------------------------------------------------------------------------------------------- before training

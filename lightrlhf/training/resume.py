@@ -78,6 +78,22 @@ def read_checkpoint(folder: Path) -> tuple[dict[str, Any] | None, str]:
     return (None, f"{bad[0]} is not finite") if bad else (state, "")
 
 
+def device_rng_state(device: torch.device) -> Tensor | None:
+    """State of a device's own random generator, (bytes,) on the host; None on a CPU, whose generator is torch's."""
+    if device.type == "cpu":
+        return None
+    module: Any = torch.get_device_module(device)
+    state: Tensor = module.get_rng_state() if device.type == "mps" else module.get_rng_state(device)
+    return state
+
+
+def set_device_rng_state(device: torch.device, state: Tensor | None) -> None:
+    """Set a device's own random generator to a state; None leaves it."""
+    if state is not None:
+        module: Any = torch.get_device_module(device)
+        module.set_rng_state(*([state] if device.type == "mps" else [state, device]))
+
+
 class StepStart(NamedTuple):
     """The state of this rank at the start of a step, which its rollout or scoring may change."""
 
@@ -90,8 +106,9 @@ class StepStart(NamedTuple):
 def step_start(step: int, device: torch.device, extra: dict[str, Any]) -> StepStart:
     """The state that a step begins with."""
     states = {"rng": torch.get_rng_state()}
-    if device.type == "cuda":
-        states["cuda_rng"] = torch.cuda.get_rng_state(device)
+    own = device_rng_state(device)
+    if own is not None:
+        states[f"{device.type}_rng"] = own
     return StepStart(step, states, random.getstate(), extra)
 
 
@@ -108,8 +125,8 @@ def restore_rng(state: dict[str, Any], device: torch.device, rank: int) -> None:
     """Set the random generators of a rank to the states of `resume.pt`."""
     rank = min(rank, len(state["rng"]) - 1)
     torch.set_rng_state(state["rng"][rank].clone())
-    if device.type == "cuda" and "cuda_rng" in state:
-        torch.cuda.set_rng_state(state["cuda_rng"][rank].clone(), device)
+    own = state.get(f"{device.type}_rng")
+    set_device_rng_state(device, None if own is None else own[rank].clone())
     random.setstate(state["python_rng"])
 
 

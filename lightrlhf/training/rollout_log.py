@@ -72,7 +72,7 @@ def rollout_rows(
     advantages, values: (B, T-1).
     """
     first = rollout.group.argsort(stable=True)[:number]  # of the first prompts, also where groups were replaced
-    part = rollout.select(first).to("cpu")
+    part = rollout.select(first)
     starts, ends = (part.prompt_len - 1).tolist(), (part.attention_mask.sum(1) - 1).tolist()
     prompts, responses, truncated = part.prompt_ids(), part.response_ids(), part.truncated.tolist()
     groups, log_ratios = part.group.tolist(), part.logprobs - part.ref_logprobs
@@ -86,7 +86,7 @@ def rollout_rows(
     if scores is not None:
         parts = {name: reward[first].tolist() for name, reward in scores.by_name().items()}
         audits = audits if scores.audit is None else scores.audit[first].tolist()
-    advantages, values = (None if column is None else column[first].cpu() for column in (advantages, values))
+    advantages, values = (None if column is None else column[first] for column in (advantages, values))
     return [
         rollout_row(
             rollout.tokenizer,

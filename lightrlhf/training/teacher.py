@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lightrlhf.cli.errors import RunFailure
 from lightrlhf.cli.groups import FrozenArgs
-from lightrlhf.data.batch import Batch, Rollout, inference_batches, response_batch
+from lightrlhf.data.batch import Batch, Rollout, inference_batches, response_batch, to_device
 from lightrlhf.data.tokens import encode_prompt
 from lightrlhf.data.types import PreTrainedModel, Tokenizer
 from lightrlhf.maths import distillation
@@ -87,9 +87,9 @@ def compare(teacher: Policy, batch: DistillBatch, seen: Batch, beta: float) -> L
 
     seen: the batch that the teacher reads, with the same actions.
     """
-    mask = batch.action_mask
-    targets, logits_of_teacher = batch.input_ids[:, 1:][mask], teacher.logits_of(seen)  # (N,)
-    costs = None if batch.costs is None or batch.logprobs is None else (batch.costs[mask], batch.logprobs[mask])
+    at = batch.actions
+    targets, logits_of_teacher = batch.input_ids[:, 1:][at], teacher.logits_of(seen)  # (N,)
+    costs = None if batch.costs is None or batch.logprobs is None else (batch.costs[at], batch.logprobs[at])
 
     def function(logits: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
         own = logits_of_teacher(rows)  # (n, V)
@@ -125,22 +125,22 @@ def seen_by_teacher(args: TeacherArgs, batch: Batch) -> Batch:
             raise RunFailure(f"--privileged_column {name}: prompt {number} has no such column, or an empty one")
         prompts.append(encode_prompt(batch.tokenizer, columns[name]))
     pad_id = int(batch.tokenizer.pad_token_id)
-    seen = response_batch(prompts, batch.response_ids(), pad_id).to(batch.input_ids.device)
+    seen = response_batch(prompts, batch.response_ids(), pad_id)
     return dataclasses.replace(seen, group=batch.group)
 
 
 def action_values(run: Run[Any], model: nn.Module, teacher: nn.Module, batch: Batch) -> Tensor:
-    """`VALUES` of each action, without gradients, 0 elsewhere: (B, T-1, 5)."""
+    """`VALUES` of each action, without gradients, 0 elsewhere: (B, T-1, 5), on the host as the batch is."""
     seen = seen_by_teacher(run.args, batch)
     module, expert = (cast(Policy, getattr(one, "module", one)) for one in (model, teacher))
     out = torch.zeros(*batch.action_mask.shape, len(VALUES), device=run.device)
     with inference(module), run.autocast(), gather_shards(module):
-        for rows in inference_batches(batch.attention_mask.sum(1), run.args.rollout_mini_batch_size):
-            part = batch.extend(DistillBatch, logprobs=None).select(rows)
+        for rows in inference_batches(batch.attention_mask.sum(1), run.args.rollout_mini_batch_size, run.device):
+            part = batch.extend(DistillBatch, logprobs=None).select(rows).to(run.device)
             function = compare(expert, part, seen.select(rows), run.args.beta)
             _, values = module(**policy_inputs(part), function=function)
             width = part.action_mask.shape[1]
             found = values.new_zeros(*part.action_mask.shape, len(VALUES))
-            found[part.action_mask] = values
-            out[rows, :width] = found
-    return out
+            found[part.actions] = values
+            out[to_device(rows, run.device), :width] = found
+    return out.cpu()

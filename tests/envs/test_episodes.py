@@ -1,7 +1,6 @@
 """Episodes: how they are played and counted, their batch of decisions, and the buffer of successes."""
 
 import pytest
-import torch
 from helpers.errors import error_naming
 
 pytest.importorskip("gymnasium", reason="needs pip install -e '.[envs]'")
@@ -46,7 +45,7 @@ def test_a_bandits_episode_is_one_decision_and_an_endless_one_is_refused(monkeyp
 
 def test_rates_by_level_are_summed_over_ranks_for_levels_that_were_played():
     episodes = play([Corridor()], [start for start in STARTS if start["level"] == 1], oracle_agent, "0")
-    overall, by_level = rates_by_level(episodes, Corridor.levels, lambda counts: 2 * counts, torch.device("cpu"))
+    overall, by_level = rates_by_level(episodes, Corridor.levels, lambda counts: 2 * counts)
     assert overall == by_level["long_way"] == pytest.approx(rates(count(episodes))) and list(by_level) == ["long_way"]
 
 

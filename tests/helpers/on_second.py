@@ -1,7 +1,8 @@
 """Programs on the second device, in a process of their own: `--accelerator second` is what it computes on here.
 
-As a program it reads a job from its first argument, and writes by name how each call failed, or "", and what the host
-read: `{"mps_rules": false, "calls": {"name": ["lightrlhf.sft", ["--flag", ...]]}}`.
+As a program it reads a job from its first argument, `{"calls": {"name": ["lightrlhf.sft", ["--flag", ...]]}}`, and
+writes by name how each call failed, or "", and what made the host wait in each phase of its steps. `mps_rules`: see
+`using_device`; `fault`: one of `FAULTS`, planted in the library first.
 """
 
 import contextlib
@@ -13,19 +14,56 @@ import traceback
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from helpers import second_device
 from helpers.second_device import NAME
 
+waiting: dict[str, list[list[int]]] = {}  # host reads and waiting copies in each phase of each step, by phase
 
-def prepare(mps_rules: bool = False) -> None:
+
+def _bad_loss(original: Any, *args: Any, **options: Any) -> Any:
+    return original(*args, **options) + torch.zeros(1)
+
+
+def _reading(original: Any, *args: Any, **options: Any) -> Any:
+    result = original(*args, **options)
+    held = [leaf for leaf in tree_leaves([result, *args]) if isinstance(leaf, torch.Tensor) and leaf.numel()]
+    (held[0] if held else args[0].row).flatten()[0].item()
+    return result
+
+
+FAULTS = {  # by room: the function that gets the fault, and what wraps it
+    "maths": ("lightrlhf.maths.ops", "policy_loss", _bad_loss),
+    "models": ("lightrlhf.models.roles", "Role._base", _reading),
+    "data": ("lightrlhf.data.batch", "Batch.to", _reading),
+    "training": ("lightrlhf.training.learners", "Learners.backward", _reading),
+    "generation": ("lightrlhf.generation.slots", "Slots._decode", _reading),
+}
+
+
+def plant(room: str) -> None:
+    """Put the fault of a room into the library."""
+    module, path, wrap = FAULTS[room]
+    owner: Any = importlib.import_module(module)
+    *classes, name = path.split(".")
+    for one in classes:
+        owner = getattr(owner, one)
+    setattr(owner, name, _wrapped(wrap, getattr(owner, name)))
+
+
+def _wrapped(wrap: Any, original: Any) -> Any:
+    return lambda *args, **options: wrap(original, *args, **options)
+
+
+def prepare() -> None:
     """Let the library find the device, and Fabric compute on it; before its programs are imported."""
     import lightning.fabric
     from lightning.fabric.accelerators import CPUAccelerator
     from lightning.fabric.strategies import SingleDeviceStrategy
 
-    from lightrlhf.maths import float64
     from lightrlhf.models import loading
+    from lightrlhf.training.phases import Phases
 
     class Accelerator(CPUAccelerator):
         def setup_device(self, device: torch.device) -> None:
@@ -41,13 +79,22 @@ def prepare(mps_rules: bool = False) -> None:
     def find_device(accelerator: str, flag: str = "--accelerator") -> torch.device:
         return torch.device(NAME, 0) if accelerator in ("auto", NAME) else find(accelerator, flag)
 
+    measured = Phases.phase
+
+    @contextlib.contextmanager
+    def phase(self: Any, name: str, rows: Any = ()) -> Any:
+        before = [counter.total() for counter in (second_device.reads, second_device.waits)]
+        with measured(self, name, rows):
+            yield
+        after = [counter.total() for counter in (second_device.reads, second_device.waits)]
+        waiting.setdefault(name, []).append([late - early for early, late in zip(before, after)])
+
+    Phases.phase = phase
     torch.set_num_threads(1)
     lightning.fabric.Fabric = make_fabric
     for module in [one for name, one in sys.modules.items() if name.startswith("lightrlhf.")]:
         if getattr(module, "find_device", None) is find:
             module.find_device = find_device
-    if mps_rules:
-        float64.WITHOUT.add(NAME)
 
 
 def run(calls: dict[str, tuple[str, list[str]]], mps_rules: bool = False) -> dict[str, Any]:
@@ -57,6 +104,7 @@ def run(calls: dict[str, tuple[str, list[str]]], mps_rules: bool = False) -> dic
         for name, (module, flags) in calls.items():
             second_device.reads.clear()
             second_device.waits.clear()
+            waiting.clear()
             problem, printed = "", io.StringIO()
             try:
                 with contextlib.redirect_stdout(printed):
@@ -64,39 +112,13 @@ def run(calls: dict[str, tuple[str, list[str]]], mps_rules: bool = False) -> dic
             except BaseException as error:  # an exit, too
                 problem = "" if isinstance(error, SystemExit) and not error.code else traceback.format_exc()
             transfers = {"reads": dict(second_device.reads), "waits": dict(second_device.waits)}
-            found[name] = {"problem": problem, "printed": printed.getvalue(), **transfers}
-        if mps_rules:
-            found["maths"] = {"problem": compare_maths()}
+            found[name] = {"problem": problem, "printed": printed.getvalue(), **transfers, "phases": dict(waiting)}
     return found
-
-
-def compare_maths() -> str:
-    """Names of functions that compute in float64 and whose results for tensors of the device are not the CPU's."""
-    from lightrlhf.maths import groups, ops, policy_losses, sampling_gap
-
-    numbers, mask = torch.randn(6, 5), torch.rand(6, 5) < 0.7
-    group, scores = torch.arange(6) // 3, torch.tensor([1.0, 0.0, 1.0, torch.nan, 0.5, 0.25])
-
-    def computed(where: torch.device) -> dict[str, Any]:
-        own = [tensor.to(where) for tensor in (numbers, mask, group, scores)]
-        moments = groups.group_moments(own[3], own[2], 2)
-        found: dict[str, Any] = {}
-        for kind in sampling_gap.CORRECTIONS:
-            found[f"weights, {kind}"] = sampling_gap.importance_weights(*own[:2], kind, 1.5)
-            size = sampling_gap.gap_size(*own[:2], kind, 1.5)
-            found[f"size, {kind}"] = torch.tensor([*size.metrics().values()])
-        for name, estimator in groups.ADVANTAGES.items():
-            found[f"advantages, {name}"] = groups.group_advantages(own[3], moments, estimator)
-        for name in policy_losses.AGGREGATIONS:
-            found[f"weights of tokens, {name}"] = policy_losses.token_weights(own[1], own[2], 2, name, 5)
-        found["explained variance"] = ops.explained_variance(own[0], own[0] * 2 + 1, own[1])
-        return {name: value.tolist() for name, value in found.items()}
-
-    here, there = computed(torch.device("cpu")), computed(torch.device(NAME, 0))
-    return ", ".join(name for name, value in here.items() if there[name] != value)
 
 
 if __name__ == "__main__":
     job = json.loads(sys.argv[1])
-    prepare(job.get("mps_rules", False))
+    prepare()
+    if "fault" in job:
+        plant(job["fault"])
     print(json.dumps(run(job["calls"], job.get("mps_rules", False))))

@@ -32,6 +32,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_step(run, bad):
     one.progress.step = 6
     with error_naming(RunFailure, bad, "step 7"):
         one.backward(wrapped(torch.ones(1, 3)).sum() * bad)
+        one.optimize("policy")
 
 
 def test_a_gradient_that_is_not_finite_stops_the_run_before_the_weights_move(run):
@@ -48,18 +49,25 @@ def test_a_gradient_that_is_not_finite_stops_the_run_before_the_weights_move(run
 
 def test_the_rows_of_the_micro_batch_are_named(run):
     one = run()
+    wrapped = one.setup("policy", linear(), 1e-3, 10)
     one.order.mix([4, 10])  # two sets, of which the second begins at row 4
     one.order.data_dirs = ["first", "second"]
+
+    def learn(*losses: tuple[float, torch.Tensor | None]) -> None:
+        for factor, rows in losses:
+            one.backward(wrapped(torch.ones(1, 3)).abs().sum() * factor, rows)
+        one.optimize("policy")
+
     with error_naming(RunFailure, "loss", "nan", "step 1", "3 of first, 0 of second"):
-        one.backward(torch.tensor(math.nan), torch.tensor([3, 4]))
+        learn((1.0, torch.tensor([5])), (math.nan, torch.tensor([3, 4])), (math.inf, torch.tensor([6])))
     one.order.ends = []
     with error_naming(RunFailure, "rows 0, 1", "15 and 14 more"):
-        one.backward(torch.tensor(math.inf), torch.arange(30))
+        learn((math.inf, torch.arange(30)))
     one.order.name_rows("starts", ["north", "south"])
     with error_naming(RunFailure, "starts south"):
-        one.backward(torch.tensor(math.inf), torch.tensor([1, 1]))
+        learn((math.inf, torch.tensor([1, 1])))
     with error_naming(RunFailure, "loss", "inf", "step 1;"):
-        one.backward(torch.tensor(math.inf))
+        learn((math.inf, None))
 
 
 def test_a_gradient_is_named_by_the_rows_of_all_backward_passes_of_its_step(run):

@@ -26,10 +26,12 @@ def runs(tmp_path_factory, cafe_data, talk_data, tokenizer) -> TinyRuns:
     return TinyRuns(tmp_path_factory.mktemp("second") / "runs", cafe_data, talk_data, tokenizer)
 
 
-def there(calls: dict[str, tuple[str, list[str]]], mps_rules: bool = False) -> dict[str, dict]:
-    """What `helpers.on_second` found of calls on the device; all must have succeeded."""
-    done = run_program("helpers.on_second", json.dumps({"calls": calls, "mps_rules": mps_rules}))
+def there(calls: dict[str, tuple[str, list[str]]], **job: object) -> dict[str, dict]:
+    """What `helpers.on_second` found of calls on the device; all must have succeeded, unless a fault was planted."""
+    done = run_program("helpers.on_second", json.dumps({"calls": calls, **job}))
     found = json.loads(done.stdout.splitlines()[-1])
+    if "fault" in job:
+        return found
     assert {name: one["problem"] for name, one in found.items()} == dict.fromkeys(found, "")
     return found
 
@@ -90,3 +92,49 @@ def test_no_program_needs_what_apple_s_gpus_lack(runs, tmp_path):
     more["grpo"] += ["--audit_function", "helpers.rewards:length"]
     flags = {name: runs.flags(name, tmp_path / name, *more.get(name, []), *THERE, steps=2) for name in PROGRAMS}
     there({name: (f"lightrlhf.{name}", own) for name, own in flags.items()}, mps_rules=True)
+
+
+# --------------------------------------------------------------------------------------------- what the host waits for
+ONE_UPDATE = {"grpo": ["--mini_batch_size", "6", "--ppo_epochs", "1"]}  # a step, as the other programs have
+MOST_READS = 5  # of an update
+
+
+def counted(runs: TinyRuns, logs: Path, *flags: str, programs: tuple[str, ...] = FAST, **job: str) -> dict[str, dict]:
+    """Host reads and waiting copies of three steps of programs."""
+    own = {name: [*ONE_UPDATE.get(name, []), *flags, *THERE] for name in programs}
+    calls = {name: (f"lightrlhf.{name}", runs.flags(name, logs / name, *own[name], steps=3)) for name in programs}
+    return there(calls, **job)
+
+
+def test_an_update_waits_for_the_device_a_few_times_and_a_micro_batch_never(runs, tmp_path):
+    """Of passes of two texts the host reads no more, and no less, than of twice as many passes of one."""
+    found = [counted(runs, tmp_path / size, "--micro_batch_size", size) for size in ("2", "1")]
+    for name in FAST:
+        whole, cut = (one[name]["phases"]["update"] for one in found)
+        assert whole == cut and len(cut) == 3, (name, whole, cut)
+        assert all(reads <= MOST_READS and not waits for reads, waits in cut), (name, found[1][name]["reads"])
+
+
+def test_a_decoding_step_reads_nothing(runs, tmp_path):
+    """The host looks which rows have ended after the last of up to 16 tokens, whatever their number."""
+    found = [counted(runs, tmp_path / n, "--max_new_tokens", n, programs=("ppo",))["ppo"] for n in ("3", "12")]
+    short, long = ([reads for reads, _ in one["phases"]["rollout"]] for one in found)
+    assert short == long, found[1]["reads"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("room", ["maths", "models", "data", "training", "generation"])
+def test_a_fault_planted_in_a_room_is_found(room, runs, tmp_path):
+    """A tensor of the CPU in a loss, and reads by the host in a pass, a batch, a backward pass and a decoding step."""
+    if room == "generation":
+        short, long = (
+            counted(runs, tmp_path / n, "--max_new_tokens", n, programs=("ppo",), fault=room)["ppo"]["phases"][
+                "rollout"
+            ]
+            for n in ("3", "12")
+        )
+        assert short[0][0] < long[0][0]
+        return
+    one = counted(runs, tmp_path / room, "--micro_batch_size", "1", programs=("ppo",), fault=room)["ppo"]
+    updates = one["phases"].get("update", [])
+    assert "same device" in one["problem"] if room == "maths" else any(reads > MOST_READS for reads, _ in updates)
