@@ -198,12 +198,12 @@ class Mismatches:
             self._last = step, self._mismatch(self.validation if step < 0 else self._batch(step))
         return self._last[1][number]
 
-    def parts(self) -> list[list[int]]:
+    def parts(self) -> list[Tensor]:
         """Indices of all mismatched rows, in parts."""
         parts = scoring.in_parts(self.run, range(self._start(-1), self._start(0)))
         for steps in self.blocks:
             ends = [(self._start(step), self._start(step) + len(self._batch(step))) for step in steps]
-            parts.append([place for first, end in ends for place in range(first, end)])
+            parts.append(torch.tensor([place for first, end in ends for place in range(first, end)]))
         return parts
 
     def add(self, batch: Sequence[Row], step: int) -> list[Row]:

@@ -12,7 +12,6 @@ Left out: references that move during training.
 from __future__ import annotations
 
 import hashlib
-import itertools
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -122,7 +121,7 @@ def score_before_training(
     run: Run,
     model: Policy,
     rows: AnyRows,
-    parts: Sequence[Sequence[int]],
+    parts: Sequence[Tensor],
     score: Callable[[Policy, list[Row]], Tensor],
     digest: str,
     phase: str = "reference",
@@ -170,7 +169,7 @@ def blocks(run: Run[Any], num_steps: int, of_dry_run: bool = False) -> list[rang
     return [range(first, first + size) for first in range(0, num_steps, size)]
 
 
-def parts_to_score(run: Run[Any], num_rows: int, num_validation: int, num_steps: int) -> list[list[int]]:
+def parts_to_score(run: Run[Any], num_rows: int, num_validation: int, num_steps: int) -> list[Tensor]:
     """Indices of the rows that the steps, the check before them and evaluations read, validation last.
 
     In a dry run only the rows of its steps.
@@ -179,26 +178,26 @@ def parts_to_score(run: Run[Any], num_rows: int, num_validation: int, num_steps:
         return _parts(run, num_rows, num_validation, num_steps, False)
     parts = _parts(run, num_rows, num_validation, num_steps, True)
     planned = _parts(run, num_rows, num_validation, num_steps, False)
-    run.dry.scored = len({*itertools.chain(*parts)}), len({*itertools.chain(*planned)})
+    run.dry.scored = len(torch.cat(parts).unique()), len(torch.cat(planned).unique())
     return parts
 
 
-def _parts(run: Run[Any], num_rows: int, num_validation: int, num_steps: int, of_dry_run: bool) -> list[list[int]]:
+def _parts(run: Run[Any], num_rows: int, num_validation: int, num_steps: int, of_dry_run: bool) -> list[Tensor]:
     args = run.args
     size, per_epoch = args.mini_batch_size, math.ceil(num_rows / (args.mini_batch_size * run.ranks.world_size))
     if not run.order.weights:
         num_steps = min(num_steps, per_epoch)  # one epoch reads every row
-    parts = [list(range(min(num_rows, max(args.micro_batch_size, run.ranks.world_size))))]
+    parts = [torch.arange(min(num_rows, max(args.micro_batch_size, run.ranks.world_size)))]
     for steps in blocks(run, num_steps, of_dry_run):
-        parts.append([row for step in steps for row in run.order.draw(num_rows, step, size)])
+        parts.append(torch.tensor([row for step in steps for row in run.order.draw(num_rows, step, size)]))
     evaluated = run.order.eval_rows(range(num_validation), args.micro_batch_size)
     return parts + in_parts(run, [num_rows + row for row in evaluated])
 
 
-def in_parts(run: Run[Any], places: Sequence[int]) -> list[list[int]]:
+def in_parts(run: Run[Any], places: Sequence[int]) -> list[Tensor]:
     """Indices that every run scores, in parts."""
     size = PART_ROWS * run.ranks.world_size
-    return [list(places[start : start + size]) for start in range(0, len(places), size)]
+    return [torch.tensor(places[start : start + size]) for start in range(0, len(places), size)]
 
 
 # -------------------------------------------------------------------------------------------------- finished parts
@@ -206,11 +205,11 @@ def score_parts(
     run: Run[Any],
     phase: str,
     digest: str,
-    parts: Iterable[Iterable[int]],
+    parts: Iterable[Tensor],
     score: Callable[[Sequence[int]], Tensor],
     folder: Path | None,
 ) -> dict[str, Any]:
-    """Log-probabilities of the rows at some places, as plain values for a checkpoint: fingerprint, places, logps.
+    """Log-probabilities of the rows at some places, for a checkpoint: fingerprint, places, logps.
 
     Values in `run.resumed["extra"]["reference"]` are reused if its fingerprint is `digest`; logps: the S columns,
     concatenated. phase: named in errors; score: returns the log-probabilities of some places, (S * n,) on all ranks;
@@ -220,26 +219,38 @@ def score_parts(
     known = stored if stored and stored["fingerprint"] == digest else None
     if stored and not known:
         run.print0("the reference, the data or its batches have changed since then: computing log-probabilities again")
-    places: list[int] = list(known["places"]) if known else []
-    found = [torch.tensor(known["logps"]).reshape(-1, len(places))] if known and places else []
-    seen, left = set(places), []
-    for part in parts:
-        left.append(sorted({*part} - seen))
-        seen.update(left[-1])
+    places = [torch.as_tensor(known["places"])] if known else []
+    found = [torch.as_tensor(known["logps"]).reshape(-1, len(places[0]))] if known and len(places[0]) else []
+    left = _unseen(parts, places)
     is_kept = folder is not None and sum(map(len, left)) > KEPT_ROWS * run.ranks.world_size
     file = Finished(run, folder / f"logprobs-{_file_digest(run, digest)}.pt" if folder and is_kept else None)
     try:
-        for part in filter(None, left):
-            key = hashlib.sha256(repr(part).encode()).hexdigest()
+        for part in filter(len, left):
+            key = hashlib.sha256(repr(part.tolist()).encode()).hexdigest()
             if key not in file.parts:
                 with run.phase(phase):
-                    logps = score(part).cpu().reshape(-1, len(part))
+                    logps = score(part.tolist()).cpu().reshape(-1, len(part))
                 file.add(key, logps)
             found.append(file.parts[key])
-            places += part
+            places.append(part)
     finally:  # after a signal, too
         file.write()
-    return {"fingerprint": digest, "places": places, "logps": torch.cat(found, 1).reshape(-1).tolist() if found else []}
+    empty = [torch.zeros(0, dtype=torch.int64)], [torch.zeros(1, 0)]
+    whole = {"places": torch.cat(places or empty[0]), "logps": torch.cat(found or empty[1], 1).flatten()}
+    return {"fingerprint": digest, **whole}
+
+
+def _unseen(parts: Iterable[Tensor], known: Sequence[Tensor]) -> list[Tensor]:
+    """The places of each part that are neither known nor in an earlier one, in ascending order."""
+    given = [part.long() for part in parts]
+    seen = torch.zeros(1 + max((int(one.max()) for one in (*given, *known) if len(one)), default=0), dtype=torch.bool)
+    for one in known:
+        seen[one] = True
+    left = []
+    for one in given:
+        left.append(one[~seen[one]].unique())
+        seen[one] = True
+    return left
 
 
 class Finished:
@@ -280,11 +291,11 @@ class Finished:
 
 def by_place(scored: dict[str, Any], size: int) -> Tensor | None:
     """(S, size) log-probabilities; NaN, which stops a run, where unscored; None without any score."""
-    if not scored["places"]:
+    if not len(scored["places"]):
         return None
-    columns = torch.tensor(scored["logps"], dtype=torch.float64).reshape(-1, len(scored["places"]))
+    places = torch.as_tensor(scored["places"])
+    columns = torch.as_tensor(scored["logps"], dtype=torch.float64).reshape(-1, len(places))
     logps = columns.new_full((len(columns), size), torch.nan)
-    places = torch.tensor(scored["places"])
     known = places < size  # a run of more steps may have scored more
     logps[:, places[known]] = columns[:, known]
     return logps

@@ -24,7 +24,7 @@ from lightrlhf.models.sharding import full_tensors
 from lightrlhf.storage.checkpoint import checkpoints, newest_checkpoint
 from lightrlhf.storage.run_dir import check_args, check_logged
 from lightrlhf.storage.seals import damage
-from lightrlhf.storage.writing import write_text
+from lightrlhf.storage.writing import replacing
 from lightrlhf.training.provenance import check_given
 
 
@@ -203,15 +203,14 @@ def forget_rows_after(path: Path, step: int) -> None:
 
     Raises: UsageError when a row has no step.
     """
-    if path.is_file():
-        lines = []
-        # a text may hold U+2028
-        for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").split("\n"), start=1):
+    if not path.is_file():
+        return
+    with replacing(path) as temporary, path.open("rb") as file, temporary.open("wb") as kept:
+        for number, line in enumerate(file, start=1):
             try:
-                row = json.loads(line)
+                row = json.loads(line.decode("utf-8", "replace"))
             except (ValueError, RecursionError):
                 continue
             check_logged(row, path, number)
             if row["step"] <= step:
-                lines.append(line + "\n")
-        write_text(path, "".join(lines))
+                kept.write(line.removesuffix(b"\n") + b"\n")
