@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import random
 import time
+from array import array
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -120,7 +121,9 @@ def run(args: AnnotateArgs, *, reward: functions.RewardFunctions | None = None) 
     reward: replaces what the flags would load.
     """
     check_args(args, AnnotateArgs, {"reward": reward})
-    rows = read_responses(args.responses_file, READ, ("truncated", "prompt_ids", "response_ids", "rewards"))
+    rows: Sequence[Row] = read_responses(
+        args.responses_file, READ, ("truncated", "prompt_ids", "response_ids", "rewards")
+    )
     output = args.responses_file
     if args.dry_run:
         try_batch(args, rows, reward)
@@ -138,7 +141,7 @@ def run(args: AnnotateArgs, *, reward: functions.RewardFunctions | None = None) 
     return output
 
 
-def try_batch(args: AnnotateArgs, rows: list[Row], reward: functions.RewardFunctions | None) -> None:
+def try_batch(args: AnnotateArgs, rows: Sequence[Row], reward: functions.RewardFunctions | None) -> None:
     """Score the responses of one batch, and print the first row and the first pair."""
     tried = rows[: max(1, args.rollout_mini_batch_size // max(len(rows[0]["responses"]), 1))] if rows else []
     if not tried:
@@ -170,7 +173,7 @@ def make_scorer(args: AnnotateArgs, reward: functions.RewardFunctions | None) ->
 
 def write_rewards(
     args: AnnotateArgs, rows: Sequence[Row], output: Path, reward: functions.RewardFunctions | None = None
-) -> list[Row]:
+) -> Sequence[Row]:
     """Write the rows with `rewards`, resuming after the complete rows of the file; returns them."""
     with jsonl.JsonlWriter(output, settings_of(args) | describe_given(reward=reward)) as writer:
         check_responses(writer.rows, output, (*READ, "rewards"))
@@ -191,10 +194,12 @@ def settings_of(args: AnnotateArgs) -> Row:
 
 def describe(rows: Sequence[Row]) -> str:
     """A line on the rewards of rows."""
-    rewards = [reward for row in rows for reward in row["rewards"]]
-    valid = [reward for reward in rewards if reward is not None]
+    missing, valid = 0, array("d")
+    for row in rows:
+        valid.extend(reward for reward in row["rewards"] if reward is not None)
+        missing += row["rewards"].count(None)
     mean = f", mean {sum(valid) / len(valid):.3f}" if valid else ""
-    return f"{len(rows):,} prompts, {len(valid):,} rewards{mean}, {len(rewards) - len(valid):,} without a valid score"
+    return f"{len(rows):,} prompts, {len(valid):,} rewards{mean}, {missing:,} without a valid score"
 
 
 # ------------------------------------------------------------------------------------------------------------ pairs

@@ -216,8 +216,11 @@ def settings_of(args: GenerateArgs, rows: Sequence[Row]) -> Row:
         settings["rollout_engine"] = "rollout_server"  # whose arithmetic differs from the local engine's
     if args.rollout_engine == "local":
         settings["model_name"] = resolve(args.model_name)  # an experiment dir may have a newer checkpoint next time
-    content = hashlib.sha256(json.dumps(list(rows)).encode()).hexdigest()
-    return {**settings, "num_rows": len(rows), "prompts_sha256": content}
+    digest = hashlib.sha256(b"[")  # of all rows as one list in JSON
+    for number, row in enumerate(rows):
+        digest.update(f"{', ' if number else ''}{json.dumps(row)}".encode())
+    digest.update(b"]")
+    return {**settings, "num_rows": len(rows), "prompts_sha256": digest.hexdigest()}
 
 
 def write_shard(
@@ -243,16 +246,19 @@ def describe(output: Path, num_rows: int) -> str:
     if not output.is_file():
         return "other parts are not complete yet"
     rows = responses.read_responses(output, ("responses", "truncated"), ("errors", "reward"))
-    texts = [text for row in rows for text in row["responses"]]
-    truncated = sum(flag for row in rows for flag in row["truncated"])
-    failed = sum(len(row.get("errors", [])) for row in rows)
-    text = f"{len(rows):,} of {num_rows:,} prompts, {len(texts):,} responses, {truncated:,} of them truncated"
+    texts = truncated = failed = same = scored = 0
+    total = 0.0
+    for row in rows:
+        texts, truncated = texts + len(row["responses"]), truncated + sum(row["truncated"])
+        failed += len(row.get("errors", []))
+        same += len(row["responses"]) > 1 and len(set(row["responses"])) == 1
+        if row.get("reward") is not None:
+            scored, total = scored + 1, total + row["reward"]
+    text = f"{len(rows):,} of {num_rows:,} prompts, {texts:,} responses, {truncated:,} of them truncated"
     if failed:
         text += f", {failed:,} refused by the server"
-    valid = [row["reward"] for row in rows if row.get("reward") is not None]
-    if valid:
-        text += f", mean reward of the best {sum(valid) / len(valid):.3f}"
-    same = sum(len(set(row["responses"])) == 1 for row in rows if len(row["responses"]) > 1)
+    if scored:
+        text += f", mean reward of the best {total / scored:.3f}"
     if same:
         text += f"; {same:,} prompts with {len(rows[0]['responses'])} equal responses"
     return text

@@ -34,8 +34,8 @@ from lightrlhf.cli.groups.rewards import check_reward_model
 from lightrlhf.cli.lists import paths
 from lightrlhf.cli.parser import parse
 from lightrlhf.cli.paths import check_file
-from lightrlhf.data.responses import are_identical, check_responses, read_responses
-from lightrlhf.data.schema import share_columns
+from lightrlhf.data.responses import are_identical, read_responses
+from lightrlhf.evaluation.matching import match_rows, prompt_hash
 from lightrlhf.generation.openai_client import RemoteArgs, Reply, Servers
 from lightrlhf.maths.length_control import length_controlled_win_rate
 from lightrlhf.maths.ops import share_interval
@@ -149,7 +149,7 @@ def run(args: JudgeArgs) -> Row | list[str]:
     check_args(args, JudgeArgs)
     if args.sample is not None:
         return write_samples(args, args.sample)
-    pairs, unmatched = match_rows(args)
+    pairs, unmatched = match_rows(args.responses_file)
     output = output_path(args)
     if args.dry_run:
         work = (ask_model if args.judge == "openai" else compare_scores)(args)
@@ -174,56 +174,6 @@ def run(args: JudgeArgs) -> Row | list[str]:
     return results
 
 
-# ------------------------------------------------------------------------------------------------------------ pairs
-def match_rows(args: JudgeArgs) -> tuple[list[Row], Row]:
-    """Pairs with the same prompt, in the order of A, and the number of unmatched rows of each file.
-
-    Repetitions of a prompt are matched in order. Raises: UsageError when the files have no prompt in common.
-    """
-    rows_a, rows_b = (by_prompt(name) for name in args.responses_file)
-    pairs: list[Row] = []
-    for key, (number, row) in rows_a.items():
-        if key in rows_b:
-            sides = zip("ab", args.responses_file, ((number, row), rows_b[key]))
-            samples = {side: sample_of(own, f"{file}: row {line}") for side, file, (line, own) in sides}
-            columns = {name: value for name, value in row.items() if isinstance(value, (str, int, float))}
-            texts = {side: sample.response for side, sample in samples.items()}
-            given = {"columns": columns, "samples": samples}
-            pairs.append({**given, "index": len(pairs), "prompt": row["prompt"], **texts})
-    if not pairs:
-        raise UsageError(f"--responses_file {' '.join(args.responses_file)} have no prompt in common")
-    share_columns(pairs)
-    unmatched = {"only_in_a": len(rows_a) - len(pairs), "only_in_b": len(rows_b) - len(pairs)}
-    return pairs, unmatched
-
-
-def by_prompt(file: str) -> dict[tuple[str, int], tuple[int, Row]]:
-    """The numbered rows of a file by prompt and the number of its earlier occurrences."""
-    seen: Counter[str] = Counter()
-    rows = {}
-    read = read_responses(file, ["prompt"], ["response", "responses", "prompt_ids"])
-    of_each = [row if row.get("responses") else {} for row in read]  # elsewhere these columns are of one response
-    check_responses(of_each, file, (), ["truncated", "response_ids"])
-    for number, row in enumerate(read, start=1):
-        prompt = json.dumps(row["prompt"], ensure_ascii=False)
-        rows[prompt, seen[prompt]] = number, row
-        seen[prompt] += 1
-    return rows
-
-
-def sample_of(row: Row, where: str) -> encoding.Sample:
-    """Its `response`, else the first of its `responses`, with the ids that the row has. Raises: UsageError."""
-    responses = row.get("responses") or []
-    response = row["response"] if "response" in row else next(iter(responses), None)
-    if not isinstance(response, str):
-        raise UsageError(f"{where}, of the prompt {functions.as_text(row['prompt'])[:60]!r}, has no response")
-    if response in responses:
-        sample = encoding.samples_of_row(row)[responses.index(response)]
-        assert sample is not None
-        return sample
-    return encoding.Sample(row["prompt"], response, prompt_ids=row.get("prompt_ids"))
-
-
 def settings_of(args: JudgeArgs) -> Row:
     """Settings that determine the verdicts, with the files' hashes, stored to detect different ones."""
     names = ("judge", "judge_model", "task", "rm_experiment_dir", "max_new_tokens")
@@ -246,7 +196,7 @@ def ask_model(args: JudgeArgs) -> Work:
     def work(pairs: Sequence[Row]) -> Iterator[Row]:
         with Servers(args, args.judge_model or "") as servers:
             servers.wait_until_healthy()
-            asked = [pair for pair in pairs if not are_identical(pair["a"], pair["b"])]
+            asked = (pair for pair in pairs if not are_identical(pair["a"], pair["b"]))
             questions = ([question(args.task, pair, swapped)] for pair in asked for swapped in (False, True))
             replies = servers.replies(request(args, texts) for texts in questions)
             for pair in pairs:
@@ -299,6 +249,7 @@ def compare_scores(args: JudgeArgs) -> Work:
     scores_of = reward_scores(args) if args.judge == "reward" else function_scores(args)
 
     def work(pairs: Sequence[Row]) -> Iterator[Row]:
+        pairs = list(pairs)
         for pair, (a, b) in zip(pairs, scores_of(pairs)):
             if a is None or b is None:
                 verdict = "malformed"
@@ -378,28 +329,39 @@ def check_records(records: Sequence[Row], output: Path) -> None:
 # ---------------------------------------------------------------------------------------------------------- results
 def summary(records: Sequence[Row], seed: int) -> Row:
     """Counts, shares of A with 95% intervals, lengths in words, and position bias where both orders were judged."""
-    counts = Counter(row["verdict"] for row in records)
-    judged = [row for row in records if row["verdict"] in SCORES]
-    results: Row = {"judged": len(judged), "skipped": counts["skip"], "malformed": counts["malformed"]}
-    results["identical"] = sum(are_identical(row["a"], row["b"]) for row in judged)
-    if judged:
-        scores = [SCORES[row["verdict"]] for row in judged]
-        lengths = [(len(row["a"].split()), len(row["b"].split())) for row in judged]
-        prompts = [json.dumps(row["prompt"]) for row in judged]
+    counts: Counter[str] = Counter()
+    scores: list[float] = []  # of the judged
+    prompts: list[int] = []
+    lengths: tuple[list[int], list[int]] = ([], [])
+    for row in records:
+        verdict = row["verdict"]
+        counts[verdict] += 1
+        if verdict not in SCORES:
+            continue
+        counts["identical"] += are_identical(row["a"], row["b"])
+        scores.append(SCORES[verdict])
+        prompts.append(prompt_hash(row))
+        for side, words in zip("ab", lengths):
+            words.append(len(row[side].split()))
+        if "a_first" in row:
+            counts["both"] += 1
+            counts["disagree"] += row["a_first"] != row["b_first"]
+            counts["first"] += (row["a_first"] == "A") + (row["b_first"] == "B")
+            counts["second"] += (row["a_first"] == "B") + (row["b_first"] == "A")
+    results: Row = {"judged": len(scores), "skipped": counts["skip"], "malformed": counts["malformed"]}
+    results["identical"] = counts["identical"]
+    if scores:
         shares = {name: [float(score == worth) for score in scores] for name, worth in WORTH.items()}
         for name, values in (shares | {"win_rate": scores}).items():
             results[name] = sum(values) / len(values)
             results[f"{name}_interval"] = list(share_interval(values, prompts))
         rate, interval = length_controlled_win_rate(scores, lengths, prompts, seed)
         results |= {"length_controlled_win_rate": rate, "length_controlled_win_rate_interval": list(interval)}
-        results |= {f"mean_length_{side}": sum(own) / len(own) for side, own in zip("ab", zip(*lengths))}
-    both = [row for row in judged if "a_first" in row]
-    if both:
-        shown_first = [row["a_first"] == "A" for row in both] + [row["b_first"] == "B" for row in both]
-        shown_second = [row["a_first"] == "B" for row in both] + [row["b_first"] == "A" for row in both]
-        results["orders_disagree"] = sum(row["a_first"] != row["b_first"] for row in both) / len(both)
-        results["prefers_first"] = sum(shown_first) / len(shown_first)
-        results["prefers_second"] = sum(shown_second) / len(shown_second)
+        results |= {f"mean_length_{side}": sum(words) / len(words) for side, words in zip("ab", lengths)}
+    if both := counts["both"]:
+        results["orders_disagree"] = counts["disagree"] / both
+        results["prefers_first"] = counts["first"] / (2 * both)
+        results["prefers_second"] = counts["second"] / (2 * both)
     return results
 
 
@@ -436,7 +398,7 @@ def write_samples(args: JudgeArgs, size: int) -> list[str]:
     """Write `{file}-sampled.jsonl` of each file, with the same prompts where the files have them; returns the files."""
     written = []
     for name in args.responses_file:
-        rows = read_responses(name, ["prompt"])
+        rows: Sequence[Row] = read_responses(name, ["prompt"])
         if args.max_per_subreddit is not None and not any("subreddit" in row for row in rows):
             raise UsageError(f"--max_per_subreddit {args.max_per_subreddit}: {name} has no column subreddit")
         rows = sample_rows(rows, size, args.max_per_subreddit, args.seed)

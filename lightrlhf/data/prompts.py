@@ -8,7 +8,9 @@ Left out: prompts that are drawn while a program runs, as training does (`traini
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -18,10 +20,11 @@ from lightrlhf.cli.errors import UsageError
 from lightrlhf.cli.fields import at_least, flag
 from lightrlhf.cli.groups import SealArgs
 from lightrlhf.cli.paths import check_file
-from lightrlhf.data.responses import check_responses, is_prompt
+from lightrlhf.data.responses import check_row, is_prompt
 from lightrlhf.data.splits import check_data_folder, first_answer, load_split
 from lightrlhf.data.tokens import decode, encode_prompt, spelled_control
-from lightrlhf.storage.jsonl import Row, read_jsonl
+from lightrlhf.storage.jsonl import Row, open_jsonl
+from lightrlhf.storage.lazy import Lazy, map_lazily
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -49,8 +52,8 @@ class PromptArgs(SealArgs):
             raise ValueError("--data_dir or --prompts_file is required, and not both: the source of the prompts")
 
 
-def load_prompt_rows(args: PromptArgs, with_answers: bool = False) -> list[Row]:
-    """The chosen rows, in the order of the data.
+def load_prompt_rows(args: PromptArgs, with_answers: bool = False) -> Lazy[Row]:
+    """The chosen rows, in the order of the data, each made when it is read.
 
     with_answers: the data's own answers, too.
     Raises: UsageError naming file and row when a prompt is neither text nor messages; when the data has no answers to
@@ -61,13 +64,19 @@ def load_prompt_rows(args: PromptArgs, with_answers: bool = False) -> list[Row]:
     else:
         rows = prompts_of_data(args, args.data_dir, with_answers)
     chosen = subset(len(rows), args.num_prompts, SUBSET_SEED)
-    return [{**rows[i], "index": number} for number, i in enumerate(chosen)]
+    return Lazy(range(len(chosen)), lambda number: {**rows[chosen[number]], "index": number})
 
 
-def read_prompts(file: str) -> list[Row]:
+def read_prompts(file: str) -> Lazy[Row]:
     """All rows of a JSONL file, their prompts in the column `prompt`. Raises: UsageError naming the bad row."""
-    rows = [{**row, "prompt": prompt_of(row, f"{file}: row {n}")} for n, row in enumerate(read_jsonl(file), 1)]
-    check_responses(rows, file, (), ("prompt_ids",))
+
+    def with_prompt(number: int, row: Row) -> Row:
+        row = {**row, "prompt": prompt_of(row, f"{file}: row {number}")}
+        check_row(number, row, file, (), ("prompt_ids",))
+        return row
+
+    given = open_jsonl(file, each=with_prompt)
+    rows = Lazy(given.places, lambda place: with_prompt(place + 1, given[place]))
     if not rows:
         raise UsageError(f"--prompts_file {file} has no rows")
     return rows
@@ -85,41 +94,33 @@ def prompt_of(row: Row, where: str) -> str | list[dict[str, str]]:
     raise UsageError(f"{where} has no prompt; a column `prompt` with a text or a list of {{role, content}} is required")
 
 
-def prompts_of_data(args: PromptArgs, data_dir: str, with_answers: bool) -> list[Row]:
+def prompts_of_data(args: PromptArgs, data_dir: str, with_answers: bool) -> Lazy[Row]:
     """All rows of `--prompts_from`. Raises: UsageError when answers are wanted but missing."""
     path = Path(data_dir) / f"prompts_{args.split}.pt"
     source = args.prompts_from or ("prompts" if path.is_file() else "finetune")
-    if source != "prompts":
-        return answered_prompts(data_dir, source, args.split, with_answers, args.verify)
-    if with_answers:
+    if source == "prompts" and with_answers:
         raise UsageError(
             f"--ref_scores True: the prompts of {path} have no answers; add --prompts_from preference or finetune"
         )
-    return [
-        {**row.get("columns", {}), "prompt_ids": torch.as_tensor(row["input_ids"]).tolist()}
-        for row in load_split(data_dir, "prompts", args.split, args.verify)
-    ]
+    rows = load_split(data_dir, source, args.split, args.verify)
+    return map_lazily(rows, partial(prompt_row, stage=source, with_answers=with_answers))
 
 
-def answered_prompts(data_dir: str, stage: str, split: str, with_answers: bool, verify: bool) -> list[Row]:
-    """The prompts of preference pairs or of demonstrations, with or without their answers."""
+def prompt_row(row: Row, stage: str, with_answers: bool) -> Row:
+    """The prompt of a row of a stage with its columns, of pairs or demonstrations with or without their answers."""
     sides = {"ref": "input_ids"}
     if stage == "preference":
         sides = {"ref": "chosen_input_ids", "rejected": "rejected_input_ids"}
-    results = []
-    for row in load_split(data_dir, stage, split, verify):
-        start = row["prompt_len"]
-        ids = {name: torch.as_tensor(row[key]).tolist() for name, key in sides.items()}
-        end = first_answer(row)  # of a dialogue, whose prompt is its first turn's
-        answers = {f"{name}_ids": example[start:end] for name, example in ids.items() if with_answers}
-        results.append({**row.get("columns", {}), "prompt_ids": ids["ref"][:start], **answers})
-    return results
+    ids = {name: torch.as_tensor(row[key]).tolist() for name, key in sides.items()}
+    start, end = row["prompt_len"], first_answer(row)  # of a dialogue, whose prompt is its first turn's
+    answers = {f"{name}_ids": example[start:end] for name, example in ids.items() if with_answers}
+    return {**row.get("columns", {}), "prompt_ids": ids["ref"][:start], **answers}
 
 
-def subset(count: int, size: int | None, seed: int) -> list[int]:
+def subset(count: int, size: int | None, seed: int) -> Sequence[int]:
     """Sorted indices of a random subset; all when there are not more than `size`."""
     if size is None or count <= size:
-        return list(range(count))
+        return range(count)
     return sorted(torch.randperm(count, generator=torch.Generator().manual_seed(seed))[:size].tolist())
 
 

@@ -8,12 +8,14 @@ Left out: the data's own columns, which may be any JSON.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from lightrlhf.cli.errors import UsageError
-from lightrlhf.storage.jsonl import Row, read_jsonl
+from lightrlhf.storage.jsonl import Row, open_jsonl
+from lightrlhf.storage.lazy import Lazy, map_lazily
 
 
 def are_identical(one: str, other: str) -> bool:
@@ -81,37 +83,53 @@ ROW = tuple(COLUMNS)  # the columns of a row, in their order; all others are the
 OF_EACH = ("truncated", "response_ids", "rewards")  # as long as `responses`
 
 
-def read_responses(path: str | Path, needs: Sequence[str], optional: Sequence[str] = ()) -> list[Row]:
-    """Rows of a file of responses. needs, optional: the columns that the caller reads; an optional null means none.
+def read_responses(path: str | Path, needs: Sequence[str], optional: Sequence[str] = ()) -> Lazy[Row]:
+    """Rows of a file of responses, read from it one by one.
+
+    needs, optional: the columns that the caller reads; an optional null means none.
 
     A data column of any row is in all rows, as None where it was missing.
     Raises: UsageError naming the file when it has no rows; row and column, too, when one is missing or of another type.
     """
-    rows = read_jsonl(path, needs)
+    names: dict[str, None] = {}
+
+    def each(number: int, row: Row) -> None:
+        check_row(number, row, path, needs, optional)
+        names.update(dict.fromkeys(name for name in row if name not in ROW))
+
+    rows = open_jsonl(path, needs, each)
     if not rows:
         raise UsageError(f"{path} has no rows")
-    check_responses(rows, path, needs, optional)
-    return with_all_columns(rows)
+    return map_lazily(rows, partial(_with_columns, names))
 
 
 def with_all_columns(rows: Sequence[Row]) -> list[Row]:
     """The rows with the same data columns in each, None where one is missing, since a function gets all of them."""
     names = dict.fromkeys(name for row in rows for name in row if name not in ROW)
-    return [row | {name: None for name in names if name not in row} for row in rows]
+    return [_with_columns(names, row) for row in rows]
 
 
-def check_responses(rows: Sequence[Row], path: str | Path, needs: Sequence[str], optional: Sequence[str] = ()) -> None:
+def _with_columns(names: Iterable[str], row: Row) -> Row:
+    return row | {name: None for name in names if name not in row}
+
+
+def check_responses(rows: Iterable[Row], path: str | Path, needs: Sequence[str], optional: Sequence[str] = ()) -> None:
     """Raises: UsageError naming the file, the first bad row and its column."""
     for number, row in enumerate(rows, start=1):
-        for name in (*needs, *(name for name in optional if row.get(name) is not None)):
-            check, kind = COLUMNS[name]
-            where = f"{path}: row {number} has"
-            if name not in row or not check(row[name]):
-                found = repr(row[name])[:60] if name in row else "no value"
-                raise UsageError(f"{where} under {name!r} {found}, not {kind}; mend the row or write the file again")
-            responses = row.get("responses")
-            if name in OF_EACH and isinstance(responses, list) and len(row[name]) != len(responses):
-                raise UsageError(
-                    f"{where} {len(responses)} responses but {len(row[name])} values under {name!r}; "
-                    "mend the row or write the file again"
-                )
+        check_row(number, row, path, needs, optional)
+
+
+def check_row(number: int, row: Row, path: str | Path, needs: Sequence[str], optional: Sequence[str] = ()) -> None:
+    """Raises: UsageError naming the file, this row and its first bad column."""
+    for name in (*needs, *(name for name in optional if row.get(name) is not None)):
+        check, kind = COLUMNS[name]
+        where = f"{path}: row {number} has"
+        if name not in row or not check(row[name]):
+            found = repr(row[name])[:60] if name in row else "no value"
+            raise UsageError(f"{where} under {name!r} {found}, not {kind}; mend the row or write the file again")
+        responses = row.get("responses")
+        if name in OF_EACH and isinstance(responses, list) and len(row[name]) != len(responses):
+            raise UsageError(
+                f"{where} {len(responses)} responses but {len(row[name])} values under {name!r}; "
+                "mend the row or write the file again"
+            )

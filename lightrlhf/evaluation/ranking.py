@@ -139,7 +139,7 @@ def ties(records: Sequence[Row], seed: int) -> tuple[float, tuple[float, float],
         column([math.nan if one is None else one.gap for one in ref]),
         column([math.nan if one is None else one.gap for one in tied]),
         column([math.nan if one is None else one.spread for one in tied]),
-        resample(numbers, seed),
+        torch.cat([*resample(numbers, seed)]),
     )
     terms = {f"ties_{name}": float(values[0]) for name, values in score._asdict().items()}
     return float(score.total[0]), bootstrap_interval(score.total, len(numbers)), terms

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import math
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,8 +20,9 @@ from lightrlhf.cli.errors import UsageError
 from lightrlhf.cli.fields import at_least, flag
 from lightrlhf.cli.groups import RewardArgs
 from lightrlhf.data.responses import ROW, read_responses
+from lightrlhf.evaluation.matching import prompt_hash
 from lightrlhf.maths.length_control import length_controlled_win_rate
-from lightrlhf.maths.ops import share_interval, win_rate
+from lightrlhf.maths.ops import share_interval
 from lightrlhf.maths.passes import pass_at_k
 from lightrlhf.rewards.encoding import Sample, samples_of_row
 from lightrlhf.rewards.functions import as_text
@@ -169,21 +171,21 @@ def win_rates(records: Sequence[Record], others: Sequence[Record], by: str, seed
     by: what decides, the gold score (`gold`) or the `reward`, the higher one wins; a pair without one does not count.
     seed: of the bootstrap of the prompts.
     """
-    pairs, lengths, prompts = [], [], []
+    won, lengths, prompts = array("d"), [array("q"), array("q")], array("Q")
     for one, other in zip(records, others):
-        scores = tuple(side["gold"]["score"] if by == "gold" else side["reward"] for side in (one, other))
-        if not any(score is None or math.isnan(score) for score in scores):
-            pairs.append(scores)
-            lengths.append((len(one["response"].split()), len(other["response"].split())))
-            prompts.append(json.dumps(one["prompt"]))
-    if not pairs:
+        mine, its = (side["gold"]["score"] if by == "gold" else side["reward"] for side in (one, other))
+        if mine is None or its is None or math.isnan(mine) or math.isnan(its):
+            continue
+        won.append(float(mine > its) + 0.5 * (mine == its))
+        for side, words in zip((one, other), lengths):
+            words.append(len(side["response"].split()))
+        prompts.append(prompt_hash(one))
+    if not won:
         return {}
-    rate, interval = win_rate(pairs, prompts)
-    won = [float(one > other) + 0.5 * (one == other) for one, other in pairs]
     controlled, controlled_interval = length_controlled_win_rate(won, lengths, prompts, seed)
     return {
-        "win_rate": rate,
-        "win_rate_interval": interval,
+        "win_rate": sum(won) / len(won),
+        "win_rate_interval": share_interval(won, prompts),
         "length_controlled_win_rate": controlled,
         "length_controlled_win_rate_interval": controlled_interval,
     }

@@ -9,6 +9,7 @@ Left out: engines of programs that train (`samplers.py` and `rollout.py`).
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -29,6 +30,7 @@ from lightrlhf.models.loading import load_policy
 from lightrlhf.models.probes import check_room
 from lightrlhf.models.roles import vocabulary_size
 from lightrlhf.storage.jsonl import Row
+from lightrlhf.storage.lazy import Lazy, map_lazily
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,17 +65,21 @@ class Local:
         models = FrozenArgs(trust_remote_code=args.trust_remote_code)
         self.policy = load_policy(args.model_name, models, tokenizer).eval().to(device)
 
-    def prepare(self, args: EngineArgs, rows: Sequence[Row]) -> list[Row]:
+    def prepare(self, args: EngineArgs, rows: Sequence[Row]) -> Lazy[Row]:
         """The rows with `prompt_ids`. Raises: UsageError when one exceeds the model's vocabulary or its positions."""
-        prompts = [ids_of_prompt(self.tokenizer, row) for row in rows]
-        if prompts:
-            check_vocabulary([{"input_ids": ids} for ids in prompts], vocabulary_size(self.policy), "the prompts")
-            check_room(self.policy.model, torch.tensor([*map(len, prompts)]), args)
-        return [{**row, "prompt_ids": ids} for row, ids in zip(rows, prompts)]
+        lengths, extremes = array("q"), [0, 0]  # smallest and largest id
+        for row in rows:
+            ids = ids_of_prompt(self.tokenizer, row)
+            lengths.append(len(ids))
+            extremes = [min(*extremes, *ids), max(*extremes, *ids)]
+        if rows:
+            check_vocabulary([{"input_ids": extremes}], vocabulary_size(self.policy), "the prompts")
+            check_room(self.policy.model, torch.tensor(lengths), args)
+        return map_lazily(rows, lambda row: {**row, "prompt_ids": ids_of_prompt(self.tokenizer, row)})
 
     def respond(self, args: EngineArgs, rows: Sequence[Row]) -> list[Row]:
         """The prepared rows with their K responses, as texts and as ids, in order."""
-        k = args.num_generations
+        k, rows = args.num_generations, list(rows)
         prompts = [row["prompt_ids"] for row in rows for _ in range(k)]
         noise = torch.cat([noise_of(args, row["index"]) for row in rows])  # (N K, max_new_tokens)
         sampled = self.sampler(args)(prompts, noise)
@@ -117,9 +123,10 @@ class Remote:
         self.servers = Servers(args, args.model_name)
         self.servers.wait_until_healthy()
 
-    def prepare(self, args: EngineArgs, rows: Sequence[Row]) -> list[Row]:
+    def prepare(self, args: EngineArgs, rows: Sequence[Row]) -> Lazy[Row]:
         """The rows with their prompts as text, or messages."""
-        return [with_text(row, self.tokenizer) if self.tokenizer else row for row in rows]
+        tokenizer = self.tokenizer
+        return map_lazily(rows, lambda row: with_text(row, tokenizer) if tokenizer else row)
 
     def respond(self, args: EngineArgs, rows: Sequence[Row]) -> Iterator[Row]:
         """The prepared rows with their K responses, in order; the text of a refused one is None."""

@@ -5,7 +5,7 @@ Left out: corrections for bias and acceleration.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -13,20 +13,25 @@ from torch import Tensor
 from lightrlhf.maths.ops import wilson_interval
 
 RESAMPLES = 1000
+BLOCK = 2**21  # counts in memory at a time
 
 
-def resample(groups: Sequence[Hashable], seed: int) -> Tensor:
-    """Count of each row in each bootstrap sample of the groups: (R + 1, N) float64. The first row is the data itself.
+def resample(groups: Sequence[Hashable], seed: int) -> Iterator[Tensor]:
+    """Count of each row in each bootstrap sample of the groups: R + 1 rows of (N,) float64, in blocks (r, N).
 
-    Groups are drawn whole, as many as there are (Davison and Hinkley 1997, section 3.8).
+    The first row is the data itself. Groups are drawn whole, as many as there are (Davison and Hinkley 1997, section
+    3.8). Small data comes in one block.
     """
     numbers = {group: number for number, group in enumerate(dict.fromkeys(groups))}
     own = torch.tensor([numbers[group] for group in groups])  # (N,)
     generator = torch.Generator().manual_seed(seed)
-    drawn = torch.randint(len(numbers), (RESAMPLES, len(numbers)), generator=generator)
-    weights = torch.zeros(RESAMPLES, len(numbers), dtype=torch.float64)
-    weights.scatter_add_(1, drawn, torch.ones_like(drawn, dtype=torch.float64))
-    return torch.cat([torch.ones(1, len(groups), dtype=torch.float64), weights[:, own]])
+    block, size = [torch.ones(1, len(groups), dtype=torch.float64)], max(1, BLOCK // max(len(groups), 1))
+    for start in range(0, RESAMPLES, size):
+        drawn = torch.randint(len(numbers), (min(size, RESAMPLES - start), len(numbers)), generator=generator)
+        weights = torch.zeros(drawn.shape, dtype=torch.float64)
+        weights.scatter_add_(1, drawn, torch.ones_like(drawn, dtype=torch.float64))
+        yield torch.cat([*block, weights[:, own]])
+        block = []
 
 
 def bootstrap_interval(rates: Tensor, num_groups: int) -> tuple[float, float]:

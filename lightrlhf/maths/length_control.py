@@ -14,14 +14,16 @@ from lightrlhf.maths.bootstrap import bootstrap_interval, resample
 
 
 def length_controlled_win_rate(
-    scores: Sequence[float], lengths: Sequence[tuple[int, int]], groups: Sequence[Hashable], seed: int
+    scores: Sequence[float], lengths: Sequence[Sequence[int]], groups: Sequence[Hashable], seed: int
 ) -> tuple[float, tuple[float, float]]:
     """Length-controlled share of wins of the first of two responses, and its 95% interval by a bootstrap of the groups.
 
-    scores: 1 for a win, 1/2 for a tie, 0 for a loss. lengths: of both responses, in one unit. groups: the prompts.
+    scores: 1 for a win, 1/2 for a tie, 0 for a loss. lengths: of the first and of the second ones, in one unit.
+    groups: the prompts.
     """
-    sizes = torch.tensor(lengths, dtype=torch.float64)  # (N, 2)
-    rates = length_controlled(torch.tensor(scores, dtype=torch.float64), sizes, resample(groups, seed))  # (R + 1,)
+    sizes = torch.stack([torch.tensor(own, dtype=torch.float64) for own in lengths], 1)  # (N, 2)
+    wins = torch.tensor(scores, dtype=torch.float64)  # (N,)
+    rates = torch.cat([length_controlled(wins, sizes, weights) for weights in resample(groups, seed)])  # (R + 1,)
     return float(rates[0]), bootstrap_interval(rates, len(set(groups)))
 
 
@@ -36,11 +38,12 @@ def length_controlled(scores: Tensor, lengths: Tensor, weights: Tensor, ridge: f
     features = torch.stack(
         [torch.ones_like(scores), (difference / difference.std(correction=0).clamp(min=1e-9)).tanh()]
     )
+    products = (features[:, None] * features).flatten(0, 1).T  # (N, 4)
     penalty = torch.tensor([1e-3, ridge], dtype=torch.float64)
     beta = torch.zeros(len(weights), 2, dtype=torch.float64)  # (R, 2)
     for _ in range(25):
         chance = (beta @ features).sigmoid()  # (R, N)
         gradient = (weights * (scores - chance)) @ features.T - penalty * beta
-        curvature = torch.einsum("rn,in,jn->rij", weights * chance * (1 - chance), features, features)
+        curvature = (weights * chance * (1 - chance) @ products).unflatten(1, (2, 2))
         beta = beta + torch.linalg.solve(curvature + penalty.diag(), gradient).clamp(-2, 2)
     return beta[:, 0].sigmoid()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from array import array
 from collections.abc import Callable, Hashable, Iterable, Sequence
 
 import torch
@@ -167,15 +168,21 @@ def share_interval(values: Sequence[float], groups: Sequence[Hashable] | None = 
     and the interval is `wilson_interval`.
     """
     total, count = sum(values), len(values)
-    members: dict[Hashable, list[float]] = {}
-    for value, group in zip(values, range(count) if groups is None else groups, strict=True):
-        members.setdefault(group, []).append(value)
-    num_groups = len(members)
+    if groups is None:
+        return wilson_interval(total, count)
+    numbers: dict[Hashable, int] = {}  # of groups
+    sums, sizes = array("d"), array("q")
+    for value, group in zip(values, groups, strict=True):
+        if (number := numbers.setdefault(group, len(sums))) == len(sums):
+            sums.append(0.0)
+            sizes.append(0)
+        sums[number], sizes[number] = sums[number] + value, sizes[number] + 1
+    num_groups = len(sums)
     if num_groups == count:
         return wilson_interval(total, count)
     effective = float(num_groups)
     mean = total / count
-    residuals = sum((sum(one) - mean * len(one)) ** 2 for one in members.values())
+    residuals = sum((own - mean * size) ** 2 for own, size in zip(sums, sizes))
     if num_groups > 1 and residuals > 1e-12 and 0 < mean < 1:
         variance = num_groups / (num_groups - 1) * residuals / count**2
         shrunk = mean * (1 - mean) / variance * (Z / quantile(num_groups - 1)) ** 2

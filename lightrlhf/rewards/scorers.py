@@ -232,6 +232,7 @@ def score_rows(scorer: GroupScorer, rows: Sequence[Row]) -> list[list[float | No
 
 def with_rewards(rows: Sequence[Row], scorer: GroupScorer) -> list[Row]:
     """Rows of responses with their scores under `rewards`."""
+    rows = list(rows)
     return [{**row, "rewards": rewards} for row, rewards in zip(rows, score_rows(scorer, rows))]
 
 

@@ -13,7 +13,10 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import weakref
+from array import array
+from codecs import BOM_UTF8 as BOM
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from io import FileIO
 from pathlib import Path
@@ -21,6 +24,7 @@ from typing import Any, TypeVar
 
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.storage.file_kinds import HEAD, foreign
+from lightrlhf.storage.lazy import Lazy
 from lightrlhf.storage.locks import lock_file
 from lightrlhf.storage.writing import make_folder, replacing, sync_folder, write_text, writing
 
@@ -36,21 +40,76 @@ def read_jsonl(path: str | Path, needs: Sequence[str] = (), may_be_cut: bool = F
 
     Raises: UsageError naming file and line when it cannot be read, or a row lacks one of the columns `needs`.
     """
+    _check_file(Path(path), may_be_cut)
+    return [row for _, row in _parsed(Path(path), needs)]
+
+
+def open_jsonl(
+    path: str | Path, needs: Sequence[str] = (), each: Callable[[int, Row], object] | None = None
+) -> JsonlRows:
+    """As `read_jsonl`, but a sequence that reads rows from the file when they are needed, for large files.
+
+    Each row is checked once; each: called with its number, from 1, and the row.
+    """
     path = Path(path)
+    _check_file(path, may_be_cut=False)
+
+    def starts() -> Iterator[int]:
+        for number, (start, row) in enumerate(_parsed(path, needs), start=1):
+            if each:
+                each(number, row)
+            yield start
+
+    return JsonlRows(path, starts())
+
+
+class JsonlRows(Lazy[Row]):
+    """The rows of a file that only grows, parsed when they are read, by one thread: 8 bytes a row.
+
+    starts: offset of each row, whose line ends at the next line break.
+    """
+
+    def __init__(self, path: Path, starts: Iterable[int]) -> None:
+        self.starts = array("q", starts)
+        self._file = path.open("rb")  # the rows stay readable where a new file replaces this one
+        weakref.finalize(self, self._file.close)
+        super().__init__(range(len(self.starts)), self._read)
+
+    def grow(self, starts: Iterable[int]) -> None:
+        """Add rows."""
+        self.starts.extend(starts)
+        self.places = range(len(self.starts))
+
+    def _read(self, place: int) -> Row:
+        self._file.seek(self.starts[place])
+        row: Row = json.loads(self._file.readline())
+        return row
+
+
+def _check_file(path: Path, may_be_cut: bool) -> None:
+    """Raises: UsageError when a file is not data, or not what was written."""
     try:
-        content = path.read_bytes()
-        if said := foreign(content[:HEAD]):
-            raise UsageError(f"{path} is {said}")
-        lines = content.decode("utf-8-sig").split("\n")  # splitlines would also split at a U+2028 within a text
-    except (OSError, UnicodeDecodeError) as problem:
+        with path.open("rb") as file:
+            if said := foreign(file.read(HEAD)):
+                raise UsageError(f"{path} is {said}")
+        check_seal(path, may_be_cut)
+    except OSError as problem:
         raise UsageError(f"{path} cannot be read: {problem}") from None
-    check_seal(path, content, may_be_cut)
-    rows = [_parse(line, path, number) for number, line in enumerate(lines, start=1) if line.strip()]
-    for number, row in enumerate(rows, start=1):
-        missing = [name for name in needs if name not in row]
-        if missing:
-            raise UsageError(f"{path}: row {number} has no {missing[0]!r}; it has {', '.join(sorted(row))}")
-    return rows
+
+
+def _parsed(path: Path, needs: Sequence[str] = ()) -> Iterator[tuple[int, Row]]:
+    """The rows of a file with the offsets of their lines. Raises: as `read_jsonl`."""
+    with path.open("rb") as file:
+        start = file.seek(len(BOM) if file.read(len(BOM)) == BOM else 0)
+        count = 0
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                row = _parse(line, path, number)
+                count += 1
+                if missing := [name for name in needs if name not in row]:
+                    raise UsageError(f"{path}: row {count} has no {missing[0]!r}; it has {', '.join(sorted(row))}")
+                yield start, row
+            start += len(line)
 
 
 def write_jsonl(path: str | Path, rows: Iterable[Row], settings: Row | None = None) -> None:
@@ -66,7 +125,7 @@ def write_jsonl(path: str | Path, rows: Iterable[Row], settings: Row | None = No
     with replacing(path) as temporary, temporary.open("w", encoding="utf-8") as file:
         file.writelines(map(_line, rows))
     if settings is not None:
-        write_settings(path, settings | _seal_of(path.read_bytes()))
+        write_settings(path, settings | _seal_of(path))
 
 
 def to_json(value: Any, **options: Any) -> str:
@@ -96,7 +155,7 @@ def as_jsonl(rows: Iterable[Row]) -> str:
 
 
 class JsonlWriter:
-    """Appends rows to a file, under an exclusive lock; `rows` are the complete rows in it.
+    """Appends rows to a file, under an exclusive lock; `rows` are the complete rows in it, read when they are needed.
 
     settings: plain values; a file with rows of other settings is refused.
     Raises: UsageError when the file cannot be written, is not JSONL, or has rows of other settings.
@@ -129,8 +188,10 @@ class JsonlWriter:
             if not self._changed and self._settings is not None:
                 write_settings(self.path, self._settings)  # without the seal of the rows before
             self._changed = True
-            append_whole(self._file, as_jsonl(rows).encode("utf-8"))
-        self.rows += rows
+            lines = [_line(row).encode("utf-8") for row in rows]
+            end = os.fstat(self._file.fileno()).st_size
+            append_whole(self._file, b"".join(lines))
+        self.rows.grow(itertools.accumulate(map(len, lines[:-1]), initial=end) if lines else ())
 
     def extend(
         self,
@@ -166,7 +227,7 @@ class JsonlWriter:
         try:
             self._file.close()
             if self._changed and self._settings is not None:
-                write_settings(self.path, self._settings | _seal_of(self.path.read_bytes()))
+                write_settings(self.path, self._settings | _seal_of(self.path))
         finally:
             self._changed = False
             self._lock.release()
@@ -178,17 +239,19 @@ class JsonlWriter:
         self._changed = self._changed and kind is None  # after an error, such as a full disk, there is no seal
         self.close()
 
-    def _complete_rows(self) -> list[Row]:
+    def _complete_rows(self) -> JsonlRows:
         """Rows of the file; an incomplete last line is removed from it."""
-        content = self.path.read_bytes()
-        if content and self._settings is not None:
+        size = self.path.stat().st_size
+        if size and self._settings is not None:
             read_settings(self.path)  # without them no writer made the file, and its last line is kept
-        check_seal(self.path, content, may_be_cut=True)
-        end = content.rfind(b"\n") + 1
-        if end < len(content):
+        check_seal(self.path, may_be_cut=True)
+        with self.path.open("rb") as file:
+            end = 0
+            for line in file:
+                end += len(line) if line.endswith(b"\n") else 0
+        if end < size:
             self._file.truncate(end)
-        lines = content[:end].split(b"\n")[:-1]
-        return [_parse(line, self.path, number) for number, line in enumerate(lines, start=1)]
+        return JsonlRows(self.path, (start for start, _ in _parsed(self.path)))
 
 
 def append_whole(file: FileIO, content: bytes) -> None:
@@ -228,7 +291,7 @@ def seal_rows(path: Path) -> None:
     """Seal a file that has all its rows but no seal, as a kill after the last row leaves it. Raises: RunFailure."""
     stored = read_settings(path)
     if SEAL[0] not in stored:
-        write_settings(path, stored | _seal_of(path.read_bytes()))
+        write_settings(path, stored | _seal_of(path))
 
 
 def check_settings(path: Path, settings: Row) -> None:
@@ -244,8 +307,8 @@ def check_settings(path: Path, settings: Row) -> None:
         )
 
 
-def check_seal(path: Path, content: bytes, may_be_cut: bool = False) -> None:
-    """Raises: UsageError when a file with a seal has changed since it was written; content: its rows.
+def check_seal(path: Path, may_be_cut: bool = False) -> None:
+    """Raises: UsageError when a file with a seal has changed since it was written.
 
     may_be_cut: a shorter file passes, as one whose writer goes on after the last complete row.
     """
@@ -256,8 +319,8 @@ def check_seal(path: Path, content: bytes, may_be_cut: bool = False) -> None:
         return
     if not isinstance(stored, dict) or SEAL[0] not in stored:
         return
-    is_cut = isinstance(stored.get("bytes"), int) and len(content) < stored["bytes"]
-    if {name: stored.get(name) for name in SEAL} != _seal_of(content) and not (may_be_cut and is_cut):
+    is_cut = isinstance(stored.get("bytes"), int) and path.stat().st_size < stored["bytes"]
+    if {name: stored.get(name) for name in SEAL} != _seal_of(path) and not (may_be_cut and is_cut):
         raise UsageError(
             f"{path} is not what was written; remove it and {sidecar.name} and write it again, "
             f"or, if it was changed on purpose, remove {SEAL[0]} from {sidecar.name}"
@@ -269,17 +332,18 @@ def write_settings(path: Path, settings: Row) -> None:
     write_text(path.with_suffix(".args.json"), json.dumps(settings, indent=1))
 
 
-def _seal_of(content: bytes) -> Row:
-    return dict(zip(SEAL, (hashlib.sha256(content).hexdigest(), len(content))))
+def _seal_of(path: Path) -> Row:
+    with path.open("rb") as file:
+        return dict(zip(SEAL, (hashlib.file_digest(file, "sha256").hexdigest(), file.tell())))
 
 
 def _line(row: Row) -> str:
     return to_json(row, ensure_ascii=False) + "\n"
 
 
-def _parse(line: str | bytes, path: Path, number: int) -> Row:
+def _parse(line: bytes, path: Path, number: int) -> Row:
     try:
-        text = line if isinstance(line, str) else line.decode("utf-8")
+        text = line.decode("utf-8")
         row = json.loads(text)
         if "\\ud" in text.lower():  # halves of surrogate pairs, which no tokenizer, server or file takes
             json.dumps(row, ensure_ascii=False).encode("utf-8")

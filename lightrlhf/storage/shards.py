@@ -6,11 +6,12 @@ A shard is `{name}.part-0-of-4.jsonl` beside the file; with one rank it is the f
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from lightrlhf.cli.errors import RunFailure
-from lightrlhf.storage.jsonl import Row, check_settings, read_jsonl, seal_rows, write_jsonl
+from lightrlhf.storage.jsonl import Row, check_settings, open_jsonl, seal_rows, write_jsonl
 
 Item = TypeVar("Item")
 
@@ -49,12 +50,12 @@ def merge(output: Path, settings: Row, shard: Shard, num_rows: int) -> None:
     paths = [Shard(rank, shard.world_size).path(output) for rank in range(shard.world_size)]
     if not all(path.is_file() for path in paths):
         return
-    rows = [row for path in paths for row in read_jsonl(path)]
-    if len(rows) < num_rows:
+    parts = [open_jsonl(path) for path in paths]
+    if sum(map(len, parts)) < num_rows:
         return
-    if [row.get("index") for row in rows] != list(range(num_rows)):
+    if any(row.get("index") != number for number, row in enumerate(chain(*parts))) or sum(map(len, parts)) > num_rows:
         raise RunFailure(f"{paths[0]} and the other parts do not have each prompt once; remove them and start again")
-    write_jsonl(output, rows, settings)
+    write_jsonl(output, chain(*parts), settings)
 
 
 def is_complete(output: Path, settings: Row, num_rows: int) -> bool:
@@ -62,7 +63,8 @@ def is_complete(output: Path, settings: Row, num_rows: int) -> bool:
     if not output.is_file() or not output.stat().st_size:
         return False
     check_settings(output, settings)
-    if output.read_bytes().count(b"\n") != num_rows:
-        return False
+    with output.open("rb") as file:
+        if sum(line.endswith(b"\n") for line in file) != num_rows:
+            return False
     seal_rows(output)
     return True

@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 
+from lightrlhf.maths import bootstrap
 from lightrlhf.maths.bootstrap import bootstrap_interval, resample
 from lightrlhf.maths.length_control import length_controlled, length_controlled_win_rate
 from lightrlhf.maths.ops import share_interval, wilson_interval
@@ -176,9 +177,9 @@ def test_swapping_the_two_responses_swaps_the_rate():
     scores, lengths = drawn_verdicts(1, 1.0)
     assert rate_of(1 - scores, lengths.flip(1)) == pytest.approx(1 - rate_of(scores, lengths), abs=1e-12)
     groups = list(range(len(scores)))
-    pairs = [tuple(map(int, row)) for row in lengths.tolist()]
-    _, (low, high) = length_controlled_win_rate(scores.tolist(), pairs, groups, 0)
-    _, swapped = length_controlled_win_rate((1 - scores).tolist(), [(b, a) for a, b in pairs], groups, 0)
+    ours, theirs = lengths.long().T.tolist()
+    _, (low, high) = length_controlled_win_rate(scores.tolist(), [ours, theirs], groups, 0)
+    _, swapped = length_controlled_win_rate((1 - scores).tolist(), [theirs, ours], groups, 0)
     assert swapped == pytest.approx((1 - high, 1 - low), abs=1e-12)
 
 
@@ -220,10 +221,17 @@ def test_length_control_takes_out_what_length_explains():
 
 
 def test_verdicts_on_one_prompt_are_drawn_together():
-    weights = resample(["a", "b", "a", "c"], seed=0)
+    (weights,) = resample(["a", "b", "a", "c"], seed=0)
     assert weights.shape == (1001, 4) and weights[0].tolist() == [1, 1, 1, 1]
     assert torch.equal(weights[:, 0], weights[:, 2])
     assert (weights[1:, 0] + weights[1:, 1] + weights[1:, 3]).tolist() == [3] * 1000
+
+
+def test_resamples_of_many_rows_come_in_blocks_of_the_same_draws(monkeypatch):
+    (whole,) = resample(range(30), seed=1)
+    monkeypatch.setattr(bootstrap, "BLOCK", 30 * 7)
+    blocks = list(resample(range(30), seed=1))
+    assert len(blocks) == 143 and max(map(len, blocks)) == 8 and torch.equal(torch.cat(blocks), whole)
 
 
 def test_the_interval_of_equal_rates_is_wilsons():

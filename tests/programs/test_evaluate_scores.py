@@ -193,7 +193,7 @@ def test_win_rates_of_files_by_their_rewards(tmp_path):
     assert "win_rate" not in first and second["win_rate"] == (1 + 0.5 + 1 + 1 + 1) / 5
     won, lengths = [1, 0.5, 1, 1, 1], [(2, 1), (1, 1), (3, 1), (3, 1), (1, 1)]
     assert second["win_rate_interval"] == pytest.approx(share_interval(won, prompts))
-    rate, interval = length_controlled_win_rate(won, lengths, [json.dumps(p) for p in prompts], 42)
+    rate, interval = length_controlled_win_rate(won, list(zip(*lengths)), [json.dumps(p) for p in prompts], 42)
     assert second["length_controlled_win_rate"] == pytest.approx(rate) != second["win_rate"]
     assert second["length_controlled_win_rate_interval"] == pytest.approx(interval)
     assert results_of(two)[0] == json.loads(json.dumps(second))

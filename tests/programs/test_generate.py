@@ -56,7 +56,7 @@ def test_a_subset_is_seeded_and_in_the_order_of_the_data(tmp_path, flags, cafe_d
     chosen = subset(len(data), 5, 1234)
     assert chosen == sorted(set(chosen)) and chosen != subset(len(data), 5, 1)
     assert [row["prompt_ids"] for row in rows] == [data[i]["input_ids"].tolist() for i in chosen]
-    assert subset(3, None, 0) == subset(3, 5, 0) == [0, 1, 2]
+    assert list(subset(3, None, 0)) == list(subset(3, 5, 0)) == [0, 1, 2]
 
 
 @pytest.mark.slow

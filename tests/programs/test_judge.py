@@ -370,7 +370,7 @@ def test_a_prompt_that_comes_twice_is_matched_in_order(tmp_path):
         lines = [json.dumps({"prompt": "p", "response": text}) + "\n" for text in texts]
         (tmp_path / f"{name}.jsonl").write_text("".join(lines))
     args = judge.JudgeArgs(responses_file=[str(tmp_path / f"{name}.jsonl") for name in rows], judge="human")
-    pairs, unmatched = judge.match_rows(args)
+    pairs, unmatched = judge.match_rows(args.responses_file)
     assert [(pair["a"], pair["b"]) for pair in pairs] == [("a1", "b1"), ("a2", "b2")]
     assert unmatched == {"only_in_a": 1, "only_in_b": 0}
 

@@ -1,12 +1,15 @@
 """JSONL files: a kill leaves complete rows, and a restart resumes after them."""
 
 import os
+import tracemalloc
 
 import pytest
 from helpers.errors import error_naming
 
 from lightrlhf.cli.errors import UsageError
-from lightrlhf.storage.jsonl import JsonlWriter, read_jsonl, write_jsonl
+from lightrlhf.storage.jsonl import JsonlWriter, open_jsonl, read_jsonl, write_jsonl
+from lightrlhf.storage.lazy import map_lazily
+from lightrlhf.storage.shards import is_complete
 
 ROWS = [{"prompt": "a\u2028b\n", "n": 1}, {"prompt": "ü", "n": 2}]
 
@@ -25,7 +28,7 @@ def test_an_incomplete_last_line_is_written_again(tmp_path, cut):
     killed._lock.release()
     path.write_bytes(path.read_bytes()[:-cut])
     with JsonlWriter(path, {"seed": 1}) as writer:
-        assert writer.rows == ROWS[:1]
+        assert list(writer.rows) == ROWS[:1]
         writer.append(*ROWS[1:])
     assert read_jsonl(path) == ROWS
 
@@ -83,7 +86,7 @@ def test_an_interrupted_chunk_is_computed_again_and_only_its_missing_rows_are_wr
 def test_work_that_returns_fewer_rows_ends_the_call(tmp_path):
     with JsonlWriter(tmp_path / "rows.jsonl") as writer:
         writer.extend(range(8), 3, lambda items: [{"n": n} for n in items if n < 4])
-        assert writer.rows == [{"n": n} for n in range(4)]
+        assert list(writer.rows) == [{"n": n} for n in range(4)]
 
 
 def test_two_writers_of_one_file_are_refused(tmp_path):
@@ -133,7 +136,7 @@ def test_rows_that_changed_since_they_were_written_are_noticed(tmp_path):
     with JsonlWriter(path, {"seed": 1}) as writer:
         writer.append({"a": 1})
     with JsonlWriter(path, {"seed": 1}) as writer:
-        assert writer.rows == [{"a": 1}]
+        assert list(writer.rows) == [{"a": 1}]
         writer.append({"a": 2})
     assert read_jsonl(path) == [{"a": 1}, {"a": 2}]
     path.write_text('{"a": 1}\n{"a": 3}\n')
@@ -150,7 +153,7 @@ def test_rows_of_a_writer_that_was_killed_have_no_seal(tmp_path):
     killed.append({"a": 2})
     killed._file.close()
     killed._lock.release()
-    assert JsonlWriter(path, {"seed": 1}).rows == [{"a": 1}, {"a": 2}]
+    assert list(JsonlWriter(path, {"seed": 1}).rows) == [{"a": 1}, {"a": 2}]
 
 
 def test_a_file_whose_writer_was_killed_after_its_last_row_is_sealed_by_the_next_one(tmp_path):
@@ -161,3 +164,38 @@ def test_a_file_whose_writer_was_killed_after_its_last_row_is_sealed_by_the_next
     path.with_suffix(".args.json").write_text('{"seed": 1}')
     JsonlWriter(path, {"seed": 1}).close()
     assert path.with_suffix(".args.json").read_text() == sealed
+
+
+def test_rows_of_an_opened_file_are_read_when_they_are_needed(tmp_path):
+    """Slices and changed rows, too; blank lines and a byte order mark are no rows."""
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf\n" + b"\n".join(b'{"n": %d}' % n for n in range(5)) + b"\n \n" + b'{"n": 5}')
+    rows = open_jsonl(path)
+    assert [row["n"] for row in rows] == [rows[n]["n"] for n in range(6)] == list(range(6)) and rows[-1] == {"n": 5}
+    squares = map_lazily(rows[1:4], lambda row: row["n"] ** 2)
+    assert (len(squares), list(squares), squares[-1], list(squares[::2])) == (3, [1, 4, 9], 9, [1, 9])
+    with pytest.raises(IndexError):
+        rows[6]
+    path.unlink()
+    assert list(rows) == read_rows(rows) == [{"n": n} for n in range(6)]
+
+
+def read_rows(rows):
+    return [rows[place] for place in range(len(rows))]
+
+
+def test_rows_of_a_large_file_take_a_few_bytes_each(tmp_path):
+    """Opened, appended to, sealed and merged: what stays in memory grows by their offsets alone."""
+    path, text = tmp_path / "rows.jsonl", "x" * 1000
+    with JsonlWriter(path, {"seed": 1}) as writer:
+        writer.append(*({"n": n, "text": text} for n in range(4000)))
+    tracemalloc.start()
+    try:
+        with JsonlWriter(path, {"seed": 1}) as writer:
+            assert len(writer.rows) == 4000 and writer.rows[3999]["n"] == 3999
+        rows = open_jsonl(path)
+        assert sum(row["n"] for row in rows) == 4000 * 3999 // 2
+        assert is_complete(path, {"seed": 1}, 4000)
+        assert tracemalloc.get_traced_memory()[1] < 100 * 4000
+    finally:
+        tracemalloc.stop()
