@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import time
@@ -17,6 +18,7 @@ from lightrlhf.storage.destinations import check_output
 from lightrlhf.storage.jsonl import Row, as_jsonl, read_settings, to_json, write_jsonl
 from lightrlhf.storage.locks import lock_folder
 from lightrlhf.storage.run_dir import is_experiment_dir
+from lightrlhf.storage.seals import sha256
 from lightrlhf.storage.shards import WHOLE, Shard
 from lightrlhf.storage.writing import replacing, write_text
 
@@ -214,8 +216,9 @@ def write_results(
     if existing := checkpoints(experiment_dir):
         given["checkpoint"] = existing[-1].name  # which was evaluated
     result, lines = to_json(row, indent=1), list(map(dict, records))
+    contents = {".json": [result], ".jsonl": (as_jsonl([line]) for line in lines)}
     with lock_folder(folder, wait=True):  # two evaluations at once do not mix the files
-        chosen, note = free_name(folder, name, {".json": result, ".jsonl": as_jsonl(lines)}, given)
+        chosen, note = free_name(folder, name, {suffix: hash_of(texts) for suffix, texts in contents.items()}, given)
         write_jsonl(folder / f"{chosen}.jsonl", lines, settings=given)
         write_text(folder / f"{chosen}.json", result)
     if note:
@@ -223,13 +226,21 @@ def write_results(
     return chosen
 
 
+def hash_of(texts: Iterable[str]) -> str:
+    """SHA-256 of texts one after the other, in hexadecimal."""
+    digest = hashlib.sha256()
+    for text in texts:
+        digest.update(text.encode("utf-8"))
+    return digest.hexdigest()
+
+
 def free_name(folder: Path, name: str, files: Mapping[str, str], flags: Mapping[str, Any]) -> tuple[str, str]:
-    """A name that no other results use, and a note if it differs from `name`; files: contents by suffix."""
+    """A name that no other results use, and a note if it differs from `name`; files: hashes of contents by suffix."""
 
     def may_be_written(one: str) -> bool:
         known = {suffix: folder / f"{one}{suffix}" for suffix in files if (folder / f"{one}{suffix}").exists()}
         is_whole = ".json" in known  # it is written last
-        return not is_whole or all(path.read_bytes() == files[suffix].encode() for suffix, path in known.items())
+        return not is_whole or all(sha256(path) == files[suffix] for suffix, path in known.items())
 
     if may_be_written(name):
         return name, ""
