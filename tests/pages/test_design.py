@@ -19,9 +19,8 @@ def test_every_room_has_a_row_and_no_other():
 
 def test_every_field_of_a_batch_has_a_row():
     listed = set(re.findall(r"^\| `(\w+)` \| (?:\(|bool|int|list|float|tokenizer)", PAGE, re.MULTILINE))
-    assert (
-        listed == {field.name for field in dataclasses.fields(Rollout)} >= {f.name for f in dataclasses.fields(Batch)}
-    )
+    given, of_both = ({one.name for one in dataclasses.fields(kind) if one.init} for kind in (Rollout, Batch))
+    assert listed == given >= of_both
 
 
 def test_every_stage_has_its_columns():
