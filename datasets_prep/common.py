@@ -56,6 +56,7 @@ from lightrlhf.gguf.files import from_gguf
 from lightrlhf.storage.destinations import check_destination
 from lightrlhf.storage.jsonl import Row
 from lightrlhf.storage.locks import lock_folder
+from lightrlhf.storage.temporary import remove
 from lightrlhf.storage.writing import save_pickled, writing
 
 if TYPE_CHECKING:
@@ -323,7 +324,11 @@ def encoded(
     with. After an interrupt by the user it stays, too.
     """
     with writing(f"--destination_dir {args.destination_dir}"):
-        spool = Spool(Path(folder), about)
+        try:
+            spool = Spool(Path(folder), about)
+        except BaseException:
+            remove(Path(folder))
+            raise
         if spool.rows:
             print(f"{folder}: goes on behind the {spool.rows:,} rows that an interrupted preparation has read")
         elif spool.was_other:

@@ -17,6 +17,7 @@ import json
 import os
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -161,7 +162,8 @@ class Spool:
 
     def remove(self) -> None:
         """Close and remove the files."""
-        self.close()
+        with suppress(OSError):  # of a full disk, which cannot take what is left to write
+            self.close()
         remove(self.folder)
 
 

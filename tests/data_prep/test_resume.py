@@ -126,3 +126,14 @@ def test_a_spool_whose_last_note_is_torn_goes_on_from_the_one_before(tmp_path):
     assert again.rows == 5
     again.remove()
     assert not (tmp_path / FOLDER).exists()
+
+
+def test_a_full_disk_leaves_no_work_in_progress(tmp_path, flags, monkeypatch):
+    def full(self):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(spool.Spool, "note", full)
+    monkeypatch.setattr(spool.Spool, "close", full)
+    with pytest.raises(RunFailure, match="--destination_dir"):
+        prepare_data.main.__wrapped__([*flags, f"--destination_dir={tmp_path / 'data'}"])
+    assert not (tmp_path / "data").exists()
