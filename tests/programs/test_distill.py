@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 import torch
 from helpers import RunOfOneStep, assert_same_gradients, last_checkpoint, metrics, mixed_batch, rows_of
+from helpers.errors import error_naming
 from helpers.rollouts import rollout_of
 
 from lightrlhf import distill, sft
@@ -181,5 +182,5 @@ def test_wrong_settings_are_refused():
         ({"objective": "sequence", "student_share": 0.5}, "--student_share"),
         ({"mini_batch_size": 64}, "--mini_batch_size"),
     ):
-        with pytest.raises(ValueError, match=name):
+        with error_naming(ValueError, name):
             distill_args(**changes)
