@@ -53,6 +53,7 @@ class SlabLayer:
             for states in (prefilled.keys, prefilled.values)
         ]
         self.start, self.end = 0, prefilled.get_seq_length()  # the columns that busy rows attend to
+        self.is_compileable |= prefilled.keys.device.type != "cpu"  # transformers then makes a mask without reading it
 
     def update(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append one column, (slots, heads, 1, head size) each; returns the columns to attend to."""

@@ -28,7 +28,8 @@ def _bad_loss(original: Any, *args: Any, **options: Any) -> Any:
 
 def _reading(original: Any, *args: Any, **options: Any) -> Any:
     result = original(*args, **options)
-    held = [leaf for leaf in tree_leaves([result, *args]) if isinstance(leaf, torch.Tensor) and leaf.numel()]
+    found = [getattr(one, "input_ids", one) for one in tree_leaves([result, *args])]
+    held = [leaf for leaf in found if isinstance(leaf, torch.Tensor) and leaf.numel()]
     (held[0] if held else args[0].row).flatten()[0].item()
     return result
 

@@ -33,6 +33,8 @@ COPIES = {aten.copy_.default, aten._to_copy.default}
 MAY_MIX = COPIES | INDEXING  # with CPU tensors of any dimension
 READING = {  # operators of which a GPU tells the host a number or a shape
     aten._local_scalar_dense.default,
+    aten.item.default,  # reached as such in torch's inference mode
+    aten.is_nonzero.default,
     aten.nonzero.default,
     aten.masked_select.default,
     aten.equal.default,
