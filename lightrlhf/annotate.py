@@ -16,13 +16,12 @@ from __future__ import annotations
 import json
 import random
 import time
-from array import array
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
 from lightrlhf.cli.errors import UsageError, one_line_errors
 from lightrlhf.cli.fields import at_least, check_args, flag, random_seed
@@ -41,6 +40,7 @@ from lightrlhf.rewards import functions, loading
 from lightrlhf.rewards.encoding import Encoding, samples_of_row
 from lightrlhf.rewards.scorers import GroupScorer, with_rewards
 from lightrlhf.storage import destinations, jsonl, locks, results, run_dir, seals
+from lightrlhf.storage.lazy import Lazy
 from lightrlhf.storage.writing import write_text, writing
 from lightrlhf.training.provenance import describe_given
 
@@ -194,9 +194,9 @@ def settings_of(args: AnnotateArgs) -> Row:
 
 def describe(rows: Sequence[Row]) -> str:
     """A line on the rewards of rows."""
-    missing, valid = 0, array("d")
+    missing, valid = 0, list[float]()
     for row in rows:
-        valid.extend(reward for reward in row["rewards"] if reward is not None)
+        valid += [reward for reward in row["rewards"] if reward is not None]
         missing += row["rewards"].count(None)
     mean = f", mean {sum(valid) / len(valid):.3f}" if valid else ""
     return f"{len(rows):,} prompts, {len(valid):,} rewards{mean}, {missing:,} without a valid score"
@@ -231,40 +231,43 @@ def penalize_lengths(scores: Sequence[float | None], lengths: Sequence[int], pen
 
 def choose_pairs(
     args: AnnotateArgs, choose_type: str, rows: Sequence[Row], tokenizer: Tokenizer
-) -> tuple[list[Row], Counter[str]]:
+) -> tuple[Lazy[Row], Counter[str]]:
     """Preference rows, at most one per prompt, and the number of pairs and of each reason for having none.
 
     A pair's `columns` are the data's with `chosen_score, rejected_score` and their `margin`; with `max_min_p`
-    these are the penalised scores, which determine the order.
+    these are the penalised scores, which determine the order. A pair is made again whenever it is read.
     """
     encoding = Encoding(tokenizer)
-    pairs: list[Row] = []
-    counts: Counter[str] = Counter()
-    for number, row in enumerate(rows):
+
+    def pair_of(number: int) -> Row | str:
+        row = rows[number]
         encoded = [encoding.prompt_and_response(sample) if sample else ([], []) for sample in samples_of_row(row)]
         scores = row["rewards"]
         if choose_type == "max_min_p":
             scores = penalize_lengths(scores, [len(response) for _, response in encoded], args.length_penalty)
         choice = choose(scores, choose_type, random.Random(f"{args.seed} {number}"))
         if isinstance(choice, str):
-            counts[choice] += 1
-            continue
+            return choice
         (prompt, chosen), (_, rejected) = (encoded[k] for k in choice)
         if chosen == rejected:
-            counts["the same response twice"] += 1
-            continue
-        counts["pairs"] += 1
+            return "the same response twice"
         better, worse = (float(scores[k]) for k in choice)
         columns = {name: value for name, value in row.items() if name not in ROW}
-        pairs.append(
-            {
-                "prompt_len": len(prompt),
-                "chosen_input_ids": [*prompt, *chosen],
-                "rejected_input_ids": [*prompt, *rejected],
-                "columns": {**columns, "chosen_score": better, "rejected_score": worse, "margin": better - worse},
-            }
-        )
-    return pairs, counts
+        return {
+            "prompt_len": len(prompt),
+            "chosen_input_ids": [*prompt, *chosen],
+            "rejected_input_ids": [*prompt, *rejected],
+            "columns": {**columns, "chosen_score": better, "rejected_score": worse, "margin": better - worse},
+        }
+
+    counts: Counter[str] = Counter()
+    places = []
+    for number in range(len(rows)):
+        found = pair_of(number)
+        counts[found if isinstance(found, str) else "pairs"] += 1
+        if not isinstance(found, str):
+            places.append(number)
+    return Lazy(places, lambda number: cast(Row, pair_of(number))), counts
 
 
 def write_pairs(
@@ -276,10 +279,12 @@ def write_pairs(
     """
     if not pairs:
         raise UsageError(f"{args.responses_file} gives no pair: {describe_counts(counts)}")
-    splits: dict[str, list[Row]] = {"train": [], "validation": []}
-    for row in pairs:
-        splits[split_of(row, args)].append(row)
-    margins = sorted(row["columns"]["margin"] for row in pairs)
+    splits: dict[str, list[int]] = {"train": [], "validation": []}
+    margins = []
+    for place, row in enumerate(pairs):
+        splits[split_of(row, args)].append(place)
+        margins.append(row["columns"]["margin"])
+    margins.sort()
     mean = sum(margins) / len(margins)
     report = {"counts": dict(counts), "rows": {split: len(members) for split, members in splits.items()}}
     report["margin"] = {"mean": mean, "median": margins[len(margins) // 2]}
@@ -287,7 +292,7 @@ def write_pairs(
     with writing(folder), locks.lock_folder(folder, "--output_dir"):
         for split, members in splits.items():
             if members:
-                save_split(folder, "preference", split, members)
+                save_split(folder, "preference", split, Lazy(members, pairs.__getitem__))
             else:
                 (folder / f"preference_{split}.pt").unlink(missing_ok=True)
         store_tokenizer(tokenizer, folder)
