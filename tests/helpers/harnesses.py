@@ -41,7 +41,7 @@ def save_held_out(folder: Path, tokenizer: Any) -> tuple[Path, Path]:
         for i, r in enumerate(REQUESTS)
     ]
     demonstrations = [{"prompt": row["prompt"], "completion": row["chosen"]} for row in pairs]
-    prompts = load_rows("prompts", "train", "", [{"prompt": row["prompt"]} for row in pairs], tokenizer)
+    prompts = load_rows("prompts", "train", "", [{"prompt": row["prompt"]} for row in pairs], tokenizer).to_list()
     policy = load_policy(str(model), ModelArgs(), tokenizer).eval()
     greedy = DecodingArgs(do_sample=False, max_new_tokens=MAX_NEW_TOKENS)
     rollout = respond(greedy, policy, policy, prompts, tokenizer, 0, len(prompts))
