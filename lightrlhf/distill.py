@@ -215,7 +215,7 @@ def update_minibatch(run: Run[DistillArgs], model: Any, teacher: Any, minibatch:
         micro = minibatch.select(rows).to(run.device)
         with run.accumulate(model, enabled=i + 1 < len(micros)):
             with run.autocast():
-                function = compare(teacher, micro, seen.select(rows), args.beta)
+                function = compare(teacher, micro, seen.select(rows).to(run.device), args.beta)
             total, values = model(**policy_inputs(micro), function=function)  # (), (N, 5)
             run.backward(total / count, micro.on_host.row)
         sums += values.sum(0)

@@ -137,7 +137,7 @@ def action_values(run: Run[Any], model: nn.Module, teacher: nn.Module, batch: Ba
     with inference(module), run.autocast(), gather_shards(module):
         for rows in inference_batches(batch.attention_mask.sum(1), run.args.rollout_mini_batch_size, run.device):
             part = batch.extend(DistillBatch, logprobs=None).select(rows).to(run.device)
-            function = compare(expert, part, seen.select(rows), run.args.beta)
+            function = compare(expert, part, seen.select(rows).to(run.device), run.args.beta)
             _, values = module(**policy_inputs(part), function=function)
             width = part.action_mask.shape[1]
             found = values.new_zeros(*part.action_mask.shape, len(VALUES))
