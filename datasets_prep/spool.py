@@ -178,13 +178,15 @@ class Encoded:
 
     def _mapped(self, name: str, dtype: np.dtype) -> np.ndarray:
         path = self.folder / name
-        return np.memmap(path, dtype, mode="c") if path.stat().st_size else np.empty(0, dtype=dtype)
+        if not path.stat().st_size:
+            return np.empty(0, dtype=dtype)
+        return np.asarray(np.memmap(path, dtype, mode="c"))  # slices of a memmap itself cost several times as much
 
     def _text(self, start: int, length: int) -> bytes:
         return self._texts[start : start + length].tobytes()
 
     def example(self, number: int) -> Example:
-        """An example, with ids that are views of the file."""
+        """An example, with ids that are views of the file, and without its source (`source`)."""
         (
             stage,
             split,
@@ -199,7 +201,7 @@ class Encoded:
             group,
             start,
             values,
-            source,
+            _,
             *lengths,
         ) = self.index[number].item()
         ends = start + first, start + first + second, start + first + second + spans
@@ -210,7 +212,7 @@ class Encoded:
         if extra is None and name != "finetune":
             extra = {}
         read_as, notes = self.kinds[kind]
-        place = Place(group, SPLITS[split], frozenset({name}), self.source(number)[0])
+        place = Place(group, SPLITS[split], frozenset({name}), source="")
         pairs = list(zip(flat[::2], flat[1::2]))
         return Example(
             name, prompt_len, place, sides, pairs, bool(cut), key, extra, columns, LABELS[label], notes, read_as
