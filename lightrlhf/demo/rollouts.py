@@ -44,7 +44,7 @@ Ids = NDArray[np.intp]
 
 @dataclass(frozen=True)
 class View:
-    """The selection of an address, with the names of its query; the defaults are those of an empty query."""
+    """The selection of an address, with the names of its query; the defaults select as an empty query does."""
 
     run: str = ""
     step: int | None = None  # None: the last one
