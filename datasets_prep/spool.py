@@ -186,7 +186,7 @@ class Encoded:
         return self._texts[start : start + length].tobytes()
 
     def example(self, number: int) -> Example:
-        """An example, with ids that are views of the file, and without its source (`source`)."""
+        """An example, with ids that are views of the file."""
         (
             stage,
             split,
@@ -201,7 +201,7 @@ class Encoded:
             group,
             start,
             values,
-            _,
+            source,
             *lengths,
         ) = self.index[number].item()
         ends = start + first, start + first + second, start + first + second + spans
@@ -212,7 +212,7 @@ class Encoded:
         if extra is None and name != "finetune":
             extra = {}
         read_as, notes = self.kinds[kind]
-        place = Place(group, SPLITS[split], frozenset({name}), source="")
+        place = Place(group, SPLITS[split], frozenset({name}), self.source(number)[0])
         pairs = list(zip(flat[::2], flat[1::2]))
         return Example(
             name, prompt_len, place, sides, pairs, bool(cut), key, extra, columns, LABELS[label], notes, read_as
