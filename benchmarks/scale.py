@@ -12,7 +12,7 @@ model is the café's, of 1M parameters. Parts:
 - `start`: seconds from the command to the row of metrics of the first step of `sft --max_steps 2`; each turn measures
   all sizes, ours and, with `trl`, TRL's; the median counts.
 - `ranks`: memory of each of two ranks at its peak that no file has: what grows if a rank copies the rows.
-- `order`: whether the first epoch's rows equal those of a list of dicts with the same rows, in order and content, and
+- `order`: whether the first epoch's rows equal a list's of dicts with the same rows, in order and content, and
   whether 20 steps on both end in the same bits. Up to 100,000 rows, since the list has to fit.
 - `trl`: TRL's `SFTTrainer` on the same file, two preparing processes: the first start, with an empty cache of datasets,
   and later ones.
@@ -226,7 +226,7 @@ def trl_start(one: Set, python: str) -> dict[str, float]:
 
 
 def order(one: Set) -> dict[str, Any]:
-    """Whether rows and training equal those of a list of dicts."""
+    """Whether a list of dicts with the same rows gives the same rows and training."""
     listed = one.folder / "listed"
     shutil.rmtree(listed, ignore_errors=True)
     same = json.loads(child("compare", str(one.data), str(listed)))
@@ -359,7 +359,7 @@ def table(found: dict[str, Any]) -> str:
         line("start to first step", "start", "first_step"),
         line("memory of the first of two ranks", "ranks", "first", **mib),
         line("memory of the second", "ranks", "second", **mib),
-        line("first epoch's rows equal those of a list", "order", "same_rows"),
+        line("first epoch's rows equal a list's", "order", "same_rows"),
         line(f"weights after {STEPS} steps equal", "order", "same_weights"),
         line("TRL: first start to first step", "trl", "first", "first_step"),
         line("its processor seconds", "trl", "first", "busy"),

@@ -330,7 +330,7 @@ def encoded(
             remove(Path(folder))
             raise
         if spool.rows:
-            print(f"{folder}: goes on behind the {spool.rows:,} rows that an interrupted preparation has read")
+            print(f"{folder}: continues after the {spool.rows:,} rows that an interrupted preparation has read")
         elif spool.was_other:
             print(f"{folder}: an interrupted preparation had other arguments or another source; begins anew")
         try:

@@ -1,7 +1,7 @@
 """Work in progress of a preparation: encoded rows on disk, one after the other, in a few files that are only appended.
 
 Each example is a record of numbers (`RECORD`); its ids and spans, its other values and its source lie in two further
-files. So memory is that of a chunk of rows, and a few bytes a row at the end. All files are flushed every few seconds,
+files. So memory holds a chunk of rows, and a few bytes a row at the end. All files are flushed every few seconds,
 and their sizes noted behind them in a journal: a preparation that was killed goes on from the last note.
 
     index.bin     a RECORD an example          ids.bin       int32: ids of each side, then spans

@@ -1,7 +1,7 @@
 """Reading rows and encoding them in a stream, by several processes and in the order of the source.
 
 A chunk of rows is read at a time and encoded into the spool (`spool.py`), a few chunks ahead, so memory does not grow
-with the source. A preparation of a source that was killed goes on behind the rows that the spool holds.
+with the source. A preparation that was killed continues after the rows in the spool.
 """
 
 from __future__ import annotations

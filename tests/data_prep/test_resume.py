@@ -79,7 +79,7 @@ def test_a_killed_preparation_goes_on(tmp_path, flags, small_chunks, capsys):
         assert done.returncode == -signal.SIGKILL, done.stderr
         assert not list((tmp_path / "killed").glob("[!.]*"))
     prepare_data.main([*flags, *killed])
-    assert "goes on behind the 102 rows" in capsys.readouterr().out
+    assert "after the 102 rows" in capsys.readouterr().out
     assert prepared(tmp_path / "killed") == whole and not (tmp_path / "killed" / FOLDER).exists()
 
 
