@@ -30,6 +30,8 @@ def peak(algorithm: str, setting: str) -> Callable[[Setting], Figures]:
             raise LeftOut(f"the estimate is {expected / GIB:.1f} GiB")
         free()
         whole = model(at, size, torch.bfloat16 if "base_dtype" in flags else torch.float32)
+        if algorithm == "rm" and flags["finetune_mode"] == "all":
+            expected += sum(p.nbytes for p in whole.parameters())  # a model given from Python lives on
         made, given = run_of(algorithm, whole.config.vocab_size, micro, length, new)
         train(at, algorithm, whole, given, **flags, **made)
         if not at.is_cuda:
