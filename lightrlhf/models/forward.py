@@ -15,7 +15,8 @@ from lightrlhf.data.batch import to_device
 from lightrlhf.data.types import PreTrainedModel
 from lightrlhf.maths.ops import position_ids
 from lightrlhf.models.frozen import activation_dtype
-from lightrlhf.models.packing import PackedTexts, pack_texts
+from lightrlhf.models.packing import MOST_COST, PackedTexts, pack_texts
+from lightrlhf.models.varlen import TextRow, text_row
 
 CAUSAL = "causal"  # name of an attention in transformers, see `without_mask`
 
@@ -98,17 +99,28 @@ def without_mask(model: PreTrainedModel) -> Iterator[list[None]]:
 
 
 def packed_texts(
-    model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor, group: Tensor | None
-) -> PackedTexts | None:
-    """The texts of a pass, packed; None where they stay separate.
+    model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor, group: Tensor | None, by_text: bool = False
+) -> PackedTexts | TextRow | None:
+    """The texts of a pass, packed; None where they stay separate. Here the layout is chosen by the device:
 
-    On a CPU all texts are packed, elsewhere those with a common prefix: the dense mask of packed rows costs a GPU its
-    fused kernel of causal attention, which plain rows have (`without_mask`).
-    The mask of packed rows ignores windows and chunks of attention, so no text may exceed one; GPT-Neo's window counts
-    the columns of a row.
+    | texts | CPU | CUDA, half precision | else |
+    |---|---|---|---|
+    | of which some share a prefix | `pack_texts` | `pack_texts` | `pack_texts` |
+    | others | `pack_texts` | `text_row` | plain rows |
+
+    Packing leaves out padding and repeated prefixes. Its dense mask costs a CPU nothing, and a GPU its fused kernel of
+    causal attention, which plain rows have (`without_mask`) and a row of texts has (`varlen`).
+
+    by_text: the model takes such a row. The mask of packed rows ignores windows and chunks of attention, so no text may
+    exceed one; GPT-Neo's window counts the columns of a row.
     """
     shares = group is not None and len(group.unique()) < len(group)
-    if exceeds_window(model, input_ids.shape[1]) or not (shares or model.device.type == "cpu"):
+    if exceeds_window(model, input_ids.shape[1]):
+        return None
+    if by_text and not shares:
+        is_shorter = attention_mask.sum() <= MOST_COST * attention_mask.numel()
+        return text_row(input_ids, attention_mask) if is_shorter and attention_mask.any() else None
+    if not shares and model.device.type != "cpu":
         return None
     config = model.config.get_text_config()
     hidden_size = getattr(config, "hidden_size", 1024)  # a rare architecture has no such name
@@ -122,13 +134,18 @@ def exceeds_window(model: PreTrainedModel, length: int) -> bool:
     return any(window and length > window for window in windows)
 
 
-def packed_inputs(model: PreTrainedModel, packed: PackedTexts) -> dict[str, Any]:
-    """`model_inputs` for packed texts on the device."""
-    dtype, visible = activation_dtype(model), packed.visible
-    mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
-    mask = mask.masked_fill_(~visible, torch.finfo(dtype).min)[:, None]  # (N, 1, W, W)
-    positions = position_inputs(model, packed.positions)
-    return {"input_ids": packed.input_ids, "attention_mask": mask, "use_cache": False, **positions}
+def packed_inputs(model: PreTrainedModel, packed: PackedTexts | TextRow) -> dict[str, Any]:
+    """`model_inputs` for packed texts, which may be on the host."""
+    there = functools.partial(to_device, device=model.device)
+    if isinstance(packed, TextRow):
+        mask = packed._replace(ends=there(packed.ends)).as_mask()  # (1, 1, longest, B+1)
+    else:
+        dtype = activation_dtype(model)
+        visible = packed._replace(part=there(packed.part), text=there(packed.text)).visible
+        mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
+        mask = mask.masked_fill_(~visible, torch.finfo(dtype).min)[:, None]  # (N, 1, W, W)
+    positions = position_inputs(model, there(packed.positions))
+    return {"input_ids": there(packed.input_ids), "attention_mask": mask, "use_cache": False, **positions}
 
 
 def embedding_rows(model: PreTrainedModel) -> int:

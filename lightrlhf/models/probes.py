@@ -53,8 +53,8 @@ def enable_packing(role: Policy | ScalarModel) -> None:
         alone = [(_modules(role, partial(outputs, text, text >= 0)), columns) for text, columns in texts]
         role.packs = True
         try:
-            packed = _modules(role, lambda: outputs(ids, mask, group))
             close = is_close(outputs(ids, mask, group), separate, role.model)
+            packed = _modules(role, lambda: outputs(ids, mask, group))
             role.packs = close and _is_same(role, packed, 21, alone)
         except torch.OutOfMemoryError:
             raise

@@ -20,7 +20,7 @@ from lightrlhf.data.batch import Batch, to_device
 from lightrlhf.data.types import PreTrainedModel
 from lightrlhf.maths.head import LogitFunction, head_logprobs, head_sum, logit_rows
 from lightrlhf.maths.ops import position_ids
-from lightrlhf.models import lora
+from lightrlhf.models import lora, varlen
 from lightrlhf.models.architecture import (
     check_language_model,
     check_scalar_model,
@@ -43,6 +43,7 @@ from lightrlhf.models.forward import (
 )
 from lightrlhf.models.frozen import HeldLinear
 from lightrlhf.models.packing import PackedTexts
+from lightrlhf.models.varlen import TextRow
 
 
 class TokenStats(NamedTuple):
@@ -69,6 +70,7 @@ class Role(nn.Module):
     model: PreTrainedModel
     packs = False  # the texts of a pass into fewer rows; see `probes.enable_packing`
     is_causal: bool | None = None  # `without_mask`; None until a trial pass
+    attends_by_text: bool | None = None  # `varlen`; likewise
 
     def __init__(
         self,
@@ -94,15 +96,26 @@ class Role(nn.Module):
 
     def _inputs(
         self, input_ids: Tensor, attention_mask: Tensor, group: Tensor | None = None
-    ) -> tuple[dict[str, Any], PackedTexts | None]:
+    ) -> tuple[dict[str, Any], PackedTexts | TextRow | None]:
         """Arguments of a forward pass without a KV cache, and on the host the packed texts if they are packed."""
-        packed = packed_texts(self.model, input_ids, attention_mask, group) if self.packs else None
+        by_text = self.packs and self._takes_texts()
+        packed = packed_texts(self.model, input_ids, attention_mask, group, by_text) if self.packs else None
         if packed is None and self._needs_no_mask(attention_mask):
             return causal_inputs(self.model, input_ids, attention_mask), None
         if packed is None:
             return model_inputs(self.model, input_ids, attention_mask), None
-        there = PackedTexts(*(to_device(values, self.model.device) for values in packed))
-        return packed_inputs(self.model, there), packed
+        return packed_inputs(self.model, packed), packed
+
+    def _takes_texts(self) -> bool:
+        """Whether the model attends to texts that follow one another in a row, in the precision of this pass."""
+        model = self.model
+        if model.device.type not in varlen.DEVICES or varlen.half_precision(model.device) is None:
+            return False
+        if self.attends_by_text is None:
+            is_plain, ids = model.config._attn_implementation == "sdpa", trial_ids(model, 2).cpu()
+            trial = packed_inputs(model, varlen.text_row(ids, torch.ones_like(ids)))
+            self.attends_by_text = is_plain and varlen.attends_by_text(model, trial)
+        return self.attends_by_text
 
     def _needs_no_mask(self, attention_mask: Tensor) -> bool:
         """Whether these rows are computed `without_mask`: not on a CPU, whose results do not depend on a trial pass."""

@@ -13,7 +13,8 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from lightrlhf import dpo, grpo, ppo, rm, sft
 from lightrlhf.cli.groups import DecodingArgs
 from lightrlhf.generation import graphs
 from lightrlhf.generation.engine import generate
+from lightrlhf.models import roles
 from lightrlhf.models.roles import Policy
 from lightrlhf.training import start
 from lightrlhf.training.roofline import Ceilings, Shape, backward, best_time, forward, measure_ceilings, shared_lengths
@@ -165,8 +167,8 @@ def prompts(vocabulary: int, count: int, length: int) -> list[dict[str, Any]]:
     return [{"prompt_len": length, "input_ids": row, "columns": {}} for row in ids]
 
 
-def supervised(program: str, size: str, packing: bool = True) -> Callable[[Setting], Figures]:
-    """Tokens a second and MFU of SFT's or DPO's steps; without packing every text has a row of its own."""
+def supervised(program: str, size: str, way: str = "packed") -> Callable[[Setting], Figures]:
+    """Tokens a second and MFU of SFT's or DPO's steps, with texts laid out in a `way` of `layout`."""
 
     def row(at: Setting) -> Figures:
         needs_memory(at, {"0.5B": 14, "1B": 30}[size])
@@ -174,29 +176,34 @@ def supervised(program: str, size: str, packing: bool = True) -> Callable[[Setti
         whole = model(at, size)
         make = texts if program == "sft" else pairs
         rows = make(whole.config.vocab_size, count, mean)
-        enable = start.enable_packing
-        if not packing:
-            start.enable_packing = lambda role: None
-        try:
-            micro = 2 if at.is_tiny else pass_rows(at, size, count)
+        micro = 2 if at.is_tiny else 8 if size == "0.5B" else 4
+        with layout(way):
             steps = train(at, program, whole, rows, mini_batch_size=count, micro_batch_size=micro)
-        finally:
-            start.enable_packing = enable
         keys = [key for key in rows[0] if key.endswith("input_ids")]
         lengths = [len(one[key]) for one in rows for key in keys]
         logits = sum(len(one[key]) - one["prompt_len"] for one in rows for key in keys)
-        return of_steps(at, whole, steps, lengths, logits, shared_lengths(rows)) | {"micro_batch_size": micro}
+        return of_steps(at, whole, steps, lengths, logits, shared_lengths(rows))
 
     return row
 
 
-def pass_rows(at: Setting, size: str, most: int) -> int:
-    """Rows of a pass, in powers of two by the card's memory: short passes leave a large card waiting for the host."""
-    rows, needed = {"0.5B": (8, 14), "1B": (4, 30)}[size]
-    memory = torch.cuda.get_device_properties(0).total_memory / 2**30 if at.is_cuda else needed
-    while needed * 2 <= memory and rows < most:
-        rows, needed = rows * 2, needed * 2
-    return rows
+@contextmanager
+def layout(way: str) -> Iterator[None]:
+    """Context manager: packed, as the library chooses; padded, every text has a row of its own; by text, a prefix that
+    texts share is computed for each."""
+    before = start.enable_packing, roles.packed_texts
+
+    def by_text(model: Any, ids: Any, mask: Any, group: Any, takes_texts: bool) -> Any:
+        return before[1](model, ids, mask, None, takes_texts)
+
+    if way == "padded":
+        start.enable_packing = lambda role: None
+    if way == "by text":
+        roles.packed_texts = by_text
+    try:
+        yield
+    finally:
+        start.enable_packing, roles.packed_texts = before
 
 
 def of_steps(
@@ -211,7 +218,7 @@ def of_steps(
     return {"tokens_per_second": speed, "mfu": mfu, "update_seconds": seconds, "shown": shown}
 
 
-def rollouts(program: str, size: str, **flags: Any) -> Callable[[Setting], Figures]:
+def rollouts(program: str, size: str, way: str = "packed", **flags: Any) -> Callable[[Setting], Figures]:
     """Seconds of the phases of GRPO's or PPO's steps, 64 responses each."""
 
     def row(at: Setting) -> Figures:
@@ -224,7 +231,9 @@ def rollouts(program: str, size: str, **flags: Any) -> Callable[[Setting], Figur
         else:
             of_program |= {"rollout_size": groups * 8, "mini_batch_size": groups * 8}
         number = groups * (8 if program == "ppo" else 1)
-        steps = train(at, program, whole, prompts(whole.config.vocab_size, number, length), **of_program, **flags)
+        given = prompts(whole.config.vocab_size, number, length)
+        with layout(way):
+            steps = train(at, program, whole, given, **of_program, **flags)
         medians = {name: statistics.median(one[f"time/{name}"] for one in steps) for name in ("rollout", "update")}
         whole_step = sum(medians.values())
         speed = groups * 8 * new / whole_step
@@ -346,8 +355,10 @@ def freed(row: Callable[[Setting], Figures]) -> Callable[[Setting], Figures]:
 
 ROWS = {"rates": rates, "attention": attention}
 ROWS |= {f"decode 0.5B {way}": decode("0.5B", way) for way in ("captured", "plain", "generate")}
-ROWS |= {"sft 0.5B": supervised("sft", "0.5B"), "sft 0.5B, padded": supervised("sft", "0.5B", packing=False)}
-ROWS |= {"dpo 0.5B": supervised("dpo", "0.5B"), "grpo 0.5B": rollouts("grpo", "0.5B")}
+for way in ("packed", "padded", "by text"):  # texts of SFT share no prefix
+    named = "" if way == "packed" else f", {way}"
+    ROWS |= {f"sft 0.5B{named}": supervised("sft", "0.5B", way)} if way != "by text" else {}
+    ROWS |= {f"dpo 0.5B{named}": supervised("dpo", "0.5B", way), f"grpo 0.5B{named}": rollouts("grpo", "0.5B", way)}
 ROWS |= {"ppo 0.5B, LoRA": rollouts("ppo", "0.5B", finetune_mode="lora")}
 ROWS |= {f"decode 1B {way}": decode("1B", way) for way in ("captured", "plain", "generate")}
 ROWS |= {"sft 1B": supervised("sft", "1B"), "dpo 1B": supervised("dpo", "1B"), "grpo 1B": rollouts("grpo", "1B")}

@@ -2,7 +2,8 @@
 
 As a program it reads a job from its first argument, `{"calls": {"name": ["lightrlhf.sft", ["--flag", ...]]}}`, and
 writes by name how each call failed, or "", and what made the host wait in each phase of its steps. `mps_rules`: see
-`using_device`; `fault`: one of `FAULTS`, planted in the library first.
+`using_device`; `fault`: one of `FAULTS`, planted in the library first; `varlen`: texts in a row attend by a stand-in
+for CUDA's kernel, whose calls are reported.
 """
 
 import contextlib
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from helpers import second_device
+from helpers import second_device, varlen
 from helpers.second_device import NAME
 
 waiting: dict[str, list[list[int]]] = {}  # host reads and waiting copies in each phase of each step, by phase
@@ -105,6 +106,7 @@ def run(calls: dict[str, tuple[str, list[str]]], mps_rules: bool = False) -> dic
         for name, (module, flags) in calls.items():
             second_device.reads.clear()
             second_device.waits.clear()
+            varlen.calls.clear()
             waiting.clear()
             problem, printed = "", io.StringIO()
             try:
@@ -114,12 +116,23 @@ def run(calls: dict[str, tuple[str, list[str]]], mps_rules: bool = False) -> dic
                 problem = "" if isinstance(error, SystemExit) and not error.code else traceback.format_exc()
             transfers = {"reads": dict(second_device.reads), "waits": dict(second_device.waits)}
             found[name] = {"problem": problem, "printed": printed.getvalue(), **transfers, "phases": dict(waiting)}
+            found[name]["rows_of_texts"] = len(varlen.calls)
     return found
+
+
+def attend_by_text() -> None:
+    """Let texts follow one another in a row on the device, as on CUDA."""
+    from lightrlhf.models import varlen as library
+
+    library.DEVICES.add(NAME)
+    library.kernel = lambda: varlen.attend_alone
 
 
 if __name__ == "__main__":
     job = json.loads(sys.argv[1])
     prepare()
+    if job.get("varlen"):
+        attend_by_text()
     if "fault" in job:
         plant(job["fault"])
     print(json.dumps(run(job["calls"], job.get("mps_rules", False))))

@@ -76,6 +76,19 @@ def test_training_gives_the_cpu_s_figures(mode, programs, runs, tmp_path):
         assert max(others)[0] <= later, (name, others)
 
 
+def test_texts_in_a_row_give_the_figures_of_padded_ones_and_read_nothing(runs, tmp_path):
+    """In half precision; attention is a stand-in for CUDA's kernel."""
+    half, programs = ["--precision", "bf16-mixed", "--micro_batch_size", "2", *FIXED], ("sft", "ppo")
+    found = [counted(runs, tmp_path / f"{way}", *half, programs=programs, varlen=way) for way in (True, False)]
+    for name in programs:
+        rows, padded = (one[name] for one in found)
+        assert rows["rows_of_texts"] > 0 == padded["rows_of_texts"]
+        update = rows["phases"]["update"][1:]  # the first has the trial pass
+        assert update and all(reads <= MOST_READS and not waits for reads, waits in update), rows["reads"]
+        gaps = differences(*(figures(tmp_path / f"{way}" / name) for way in (True, False)))
+        assert max(gaps)[0] <= 0.03, (name, gaps)
+
+
 @pytest.mark.slow
 def test_programs_that_iterate_run(runs, tmp_path):
     there({name: (f"lightrlhf.{name}", runs.flags(name, tmp_path / name, *THERE)) for name in ITERATED})
@@ -99,7 +112,9 @@ ONE_UPDATE = {"grpo": ["--mini_batch_size", "6", "--ppo_epochs", "1"]}  # a step
 MOST_READS = 5  # of an update
 
 
-def counted(runs: TinyRuns, logs: Path, *flags: str, programs: tuple[str, ...] = FAST, **job: str) -> dict[str, dict]:
+def counted(
+    runs: TinyRuns, logs: Path, *flags: str, programs: tuple[str, ...] = FAST, **job: object
+) -> dict[str, dict]:
     """Host reads and waiting copies of three steps of programs."""
     own = {name: [*ONE_UPDATE.get(name, []), *flags, *THERE] for name in programs}
     calls = {name: (f"lightrlhf.{name}", runs.flags(name, logs / name, *own[name], steps=3)) for name in programs}
