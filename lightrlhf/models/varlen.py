@@ -149,7 +149,7 @@ def attends_by_text(model: PreTrainedModel, inputs: dict[str, Any]) -> bool:
 
 @functools.cache
 def is_right(heads: int, groups: int, size: int, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether outputs and gradients of the kernel are those of attention to each text alone in float32."""
+    """Whether outputs and gradients of the kernel equal attention to each text alone in float32, up to rounding."""
     lengths = [3, 1, 40]
     drawn = torch.Generator().manual_seed(0)
     states = [torch.randn(sum(lengths), number, size, generator=drawn) for number in (heads, groups, groups)]

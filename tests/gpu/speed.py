@@ -176,15 +176,24 @@ def supervised(program: str, size: str, way: str = "packed") -> Callable[[Settin
         whole = model(at, size)
         make = texts if program == "sft" else pairs
         rows = make(whole.config.vocab_size, count, mean)
-        micro = 2 if at.is_tiny else 8 if size == "0.5B" else 4
+        micro = 2 if at.is_tiny else pass_rows(at, size, count)
         with layout(way):
             steps = train(at, program, whole, rows, mini_batch_size=count, micro_batch_size=micro)
         keys = [key for key in rows[0] if key.endswith("input_ids")]
         lengths = [len(one[key]) for one in rows for key in keys]
         logits = sum(len(one[key]) - one["prompt_len"] for one in rows for key in keys)
-        return of_steps(at, whole, steps, lengths, logits, shared_lengths(rows))
+        return of_steps(at, whole, steps, lengths, logits, shared_lengths(rows)) | {"micro_batch_size": micro}
 
     return row
+
+
+def pass_rows(at: Setting, size: str, most: int) -> int:
+    """Rows of a pass, in powers of two by the card's memory: short passes leave a large card waiting for the host."""
+    rows, needed = {"0.5B": (8, 14), "1B": (4, 30)}[size]
+    memory = torch.cuda.get_device_properties(0).total_memory / 2**30 if at.is_cuda else needed
+    while needed * 2 <= memory and rows < most:
+        rows, needed = rows * 2, needed * 2
+    return rows
 
 
 @contextmanager

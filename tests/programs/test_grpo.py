@@ -2,10 +2,12 @@
 
 import dataclasses
 import math
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
-from helpers import CPU, RunOfOneStep, assert_same_gradients, metrics, rows_of
+from helpers import CPU, RunOfOneStep, assert_same_gradients, last_checkpoint, metrics, rows_of, weights
 from helpers.errors import error_naming
 from helpers.rollouts import rollout_of
 
@@ -351,6 +353,21 @@ def test_without_a_kl_there_is_no_reference_and_no_kl_is_logged(cafe_data, base_
     logged = metrics(main(flags(cafe_data, base_model, tmp_path, "--reward_function", "helpers.rewards:vowels")))
     assert "objective/kl" not in logged[0]
     assert logged[0]["reward/vowels"] == pytest.approx(logged[0]["objective/score"])
+
+
+@pytest.mark.slow
+def test_a_resumed_run_is_bitwise_the_same_and_the_members_of_a_group_differ(cafe_data, base_model, tmp_path):
+    """A seed for each request, as reproducible modes elsewhere have it, makes the K responses of a prompt one text."""
+    more = ["--reward_function", "helpers.rewards:vowels", "--save_interval", "1", "--log_rollouts", "16"]
+    run = Path(main(flags(cafe_data, base_model, tmp_path, *more)))
+    sampled, end = read_jsonl(run / "rollouts.jsonl"), weights(last_checkpoint(run))
+    groups: dict[tuple[int, str], list[str]] = {}
+    for row in sampled:
+        groups.setdefault((row["step"], row["prompt"]), []).append(row["response"])
+    assert min(len(set(texts)) for texts in groups.values()) > 1
+    shutil.rmtree(run / "checkpoint-000002")
+    main(["--resume_from", str(run)])
+    assert read_jsonl(run / "rollouts.jsonl") == sampled and weights(last_checkpoint(run)) == end
 
 
 @pytest.mark.slow
