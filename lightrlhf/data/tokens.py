@@ -47,16 +47,21 @@ def encode_prompt(
     Raises: UsageError when the template refuses the messages.
     """
     if not isinstance(prompt, str):
-        text = render(tokenizer, prompt, tools, add_generation_prompt=True)
-        if lacking := left_out_of_prompt(text, shown_messages(tokenizer, prompt), shown_tools(tokenizer, tools)):
-            raise UsageError(
-                f"the chat template leaves out the {lacking.replace('_', ' ')} of a prompt; use another one"
-            )
-        return encode_text(tokenizer, text)
+        return encode_text(tokenizer, prompt_text(tokenizer, prompt, tools))
     if tokenizer.bos_token is None or not adds_bos(tokenizer):
         return encode_text(tokenizer, protect(tokenizer, prompt))
     text = prompt.removeprefix(tokenizer.bos_token)  # that a prompt may bring
     return [tokenizer.bos_token_id, *encode_text(tokenizer, protect(tokenizer, text))]
+
+
+def prompt_text(
+    tokenizer: PreTrainedTokenizerBase, messages: Messages, tools: Sequence[dict[str, Any]] | None = None
+) -> str:
+    """Text of a prompt of messages, with marks. Raises: UsageError when the template refuses it or leaves some out."""
+    text = render(tokenizer, messages, tools, add_generation_prompt=True)
+    if lacking := left_out_of_prompt(text, shown_messages(tokenizer, messages), shown_tools(tokenizer, tools)):
+        raise UsageError(f"the chat template leaves out the {lacking.replace('_', ' ')} of a prompt; use another one")
+    return text
 
 
 def encode_text(tokenizer: PreTrainedTokenizerBase, text: str, behind: str | None = None) -> list[int]:
