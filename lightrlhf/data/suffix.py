@@ -1,4 +1,4 @@
-"""What a chat template writes behind a turn that was sampled, as token ids to append to those that were sampled.
+"""Token ids that a chat template writes behind a sampled turn, to be appended to the sampled ids.
 
 Sampled ids are kept and never tokenised again. The next prompt of a conversation is their row and a suffix: the end of
 a turn that was cut by its length, the messages behind it, the next generation prompt. The whole conversation is
@@ -31,7 +31,7 @@ def suffix_ids(tokenizer: PreTrainedTokenizerBase, prompt: str, sampled: Sequenc
 
     prompt: the text that the template wrote for the conversation before the turn; sampled: the ids of the turn, with
     its end token unless its length cut it; text: the template's text for the conversation with the turn and what
-    follows, with a generation prompt. Both texts are those of `tokens.prompt_text`.
+    follows, with a generation prompt. Both texts come from `tokens.prompt_text`.
     Raises: Rewritten.
     """
     if not text.startswith(prompt):

@@ -95,7 +95,7 @@ class Row:
     """Token ids that are only ever appended to."""
 
     began: Began
-    why: str = ""  # of a template that rewrites history, what it rewrites
+    why: str = ""  # of a template that rewrites history, which part
     ids: list[int] = field(default_factory=list)
     shares: tuple[int, int] | None = None  # the row that it goes on from, and how many of its ids
 
@@ -131,7 +131,7 @@ class Plan(NamedTuple):
     number: int
     ids: list[int]  # the whole prompt
     prompt: str
-    row: Row  # a new one, or that of the turn before
+    row: Row  # a new row, or the row of the turn before
     is_new: bool
 
 
