@@ -147,8 +147,18 @@ FILES_OF_PROGRAMS = [name for name in PROGRAMS if name != "demo"]
 
 
 OPTIONAL = {"gymnasium", "gradio", "textblob", "bitsandbytes", "stanza", "benepar"}  # extras of programs
-OPTIONAL |= {"alfworld", "textworld", "starlette", "uvicorn", "math-verify", "reasoning-gym", "gguf", "wandb"}
-OPTIONAL |= {"flash-attn", "markupsafe", "pandas"}
+OPTIONAL |= {
+    "alfworld",
+    "textworld",
+    "starlette",
+    "uvicorn",
+    "pydantic",
+    "math-verify",
+    "reasoning-gym",
+    "gguf",
+    "wandb",
+}
+OPTIONAL |= {"flash-attn", "markupsafe", "pandas", "pydantic"}
 OF_ALFWORLD = {"fast_downward": "alfworld"}
 
 
@@ -165,6 +175,7 @@ def test_what_is_imported_is_declared(folder):
     ours = {path.stem for path in (ROOT / "tests").rglob("*.py")}
     ours |= {"lightrlhf", "datasets_prep", "examples", "benchmarks", "tests", "helpers"}
     ours |= {"llama_cpp", "lm_eval", "alpaca_eval", "fastchat", "rewardbench"}  # of interpreters of their own
+    ours |= {"verifiers"}
     missing = {}
     for path in (ROOT / folder).rglob("*.py"):
         nodes = list(ast.walk(ast.parse(path.read_text())))
