@@ -26,7 +26,7 @@ import torch
 
 from lightrlhf.cli.addresses import KEY
 from lightrlhf.cli.errors import RunFailure, UsageError, one_line_errors
-from lightrlhf.cli.fields import Args, at_least, between, check_args, flag
+from lightrlhf.cli.fields import Args, at_least, between, check_args, flag, positive
 from lightrlhf.cli.groups import FrozenArgs
 from lightrlhf.cli.packages import check_package
 from lightrlhf.cli.parser import parse
@@ -81,6 +81,8 @@ class ServeArgs(Args):
     """Model name in requests. Default: `model_name` as given."""
     rollout_mini_batch_size: int = at_least(1, 64)
     """Slots of our own engine: rows decoded at a time."""
+    kv_cache_gb: float = positive(1.0)
+    """Memory of our own engine for keys and values of running requests and of prefixes that they share, in GiB."""
     accelerator: str = flag("auto", check=find_device)
     """cpu, cuda, mps, or auto (a GPU if there is one), of our own engine."""
     enable_lora: bool = False
@@ -159,6 +161,7 @@ def load_engine(args: ServeArgs, source: str) -> Engine:
         root=source,
         num_slots=args.rollout_mini_batch_size,
         dtype=getattr(torch, args.dtype),
+        cache_bytes=int(args.kv_cache_gb * 2**30),
         merged_into=base_name(source, "--model_name") if is_adapter else None,
     )
 

@@ -7,15 +7,18 @@
 | attention | bfloat16 attention by batched products, in place of torch's | from `enable` on, with bfloat16 but no AMX |
 | decoder | prompts and steps over weights that oneDNN has packed | in the engine, on x86, for Llama, Mistral and Qwen |
 | cache | the KV cache of these steps, and attention to each slot's own columns | with the decoder |
+| paged | the same over blocks that rows may share, for open batches | in the scheduler, with the decoder |
 """
 
 from lightrlhf.cpu.attention import use_batched_attention
 from lightrlhf.cpu.cache import Attention, RaggedLayer
 from lightrlhf.cpu.decoder import LEAST_STEPS, exclude, pack_decoder, packed_dtype
 from lightrlhf.cpu.heap import keep_freed_memory
+from lightrlhf.cpu.paged import PagedDecoder, Piece
 from lightrlhf.cpu.products import use_onednn
 
-__all__ = ["LEAST_STEPS", "Attention", "RaggedLayer", "enable", "exclude", "pack_decoder", "packed_dtype"]
+__all__ = ["LEAST_STEPS", "Attention", "PagedDecoder", "Piece", "RaggedLayer", "enable", "exclude", "pack_decoder"]
+__all__ += ["packed_dtype"]
 
 
 def enable() -> None:

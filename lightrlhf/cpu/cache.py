@@ -95,15 +95,24 @@ class Attention:
 
     def __init__(self, mask: Tensor, layer: RaggedLayer, heads: int) -> None:
         num_slots = len(mask)
-        room, groups, size, _ = layer.keys.shape[1:]  # for slots
+        room, groups = layer.keys.shape[1:3]  # for slots
         self.block = layer.block
         self.mask, self.first, self.stop = mask, layer.start // self.block, layer.end // self.block + 1  # blocks
         live = mask[:, self.first * self.block : self.stop * self.block].clone()  # (S, C)
         live[:, layer.end - self.first * self.block :] = True
-        width = live.shape[1]
+        slot = torch.arange(num_slots)[:, None] * groups  # (S, 1), of a block's keys and values
+        self._list(slot + torch.arange(self.first, self.stop) * room * groups, live, layer, heads)
+
+    def _list(self, place: Tensor, live: Tensor, layer: Any, heads: int) -> None:
+        """List what is read: the rows of keys and of values of each slot and head.
+
+        place: (S, blocks), the number of a slot's block among all (block, slot, group), of its first group; live:
+        (S, C), the columns that are read.
+        """
+        groups, size = layer.keys.shape[-3:-1]
+        num_slots, width = live.shape
         group = torch.arange(heads) // (heads // groups)
-        table = torch.arange(num_slots)[:, None] * groups + group  # (S, heads), of a block's keys and values
-        place = torch.arange(self.first, self.stop) * room * groups + table[:, :, None]  # (S, heads, blocks)
+        place = place[:, None] + group[:, None]  # (S, heads, blocks)
         self.scores = torch.zeros(num_slots, heads, width, dtype=layer.keys.dtype)
 
         has_live = live.view(num_slots, 1, -1, self.block).any(-1).expand(-1, heads, -1)  # (S, heads, blocks)
@@ -130,7 +139,7 @@ class Attention:
         mask = self.mask[:, self.first * self.block : self.stop * self.block]
         self.bias = torch.zeros(mask.shape).masked_fill_(~mask, -torch.inf)[:, None]  # (S, 1, C)
 
-    def __call__(self, turned: Tensor, layer: RaggedLayer) -> Tensor:
+    def __call__(self, turned: Tensor, layer: Any) -> Tensor:
         """Outputs (S, heads * D) of queries, the first heads of `turned` (S, heads + groups, D), scaled already."""
         size = turned.shape[-1]
         queries = turned.to(layer.keys.dtype).view(-1, size).index_select(0, self.queries)  # (P, D)

@@ -141,7 +141,7 @@ class PackedDecoder:
             return attention(turned, caches[number])
 
         with torch.autocast("cpu", enabled=False):
-            return self.head(self._hidden_states(ids, positions, attend))
+            return self.head(self.hidden_states(ids, positions, attend))
 
     def prefill(self, prompts: Sequence[Sequence[int]]) -> tuple[list[PromptStates], Tensor, Tensor]:
         """The states of whole prompts in each layer, their mask (P, W), and the logits (P, V) after each."""
@@ -171,7 +171,7 @@ class PackedDecoder:
 
         with torch.autocast("cpu", enabled=False):
             ids = torch.tensor([token for prompt in prompts for token in prompt])  # (N,)
-            hidden = self._hidden_states(ids, left % width, attend)
+            hidden = self.hidden_states(ids, left % width, attend)
             logits = self.head(hidden[lengths.cumsum(0) - 1])
         return states, mask, logits
 
@@ -184,7 +184,7 @@ class PackedDecoder:
             for layer in layers
         ]
 
-    def _hidden_states(self, ids: Tensor, positions: Tensor, attend: Callable[[int, Tensor, Tensor], Tensor]) -> Tensor:
+    def hidden_states(self, ids: Tensor, positions: Tensor, attend: Callable[[int, Tensor, Tensor], Tensor]) -> Tensor:
         """Hidden states (N, H) of tokens ids (N,) at positions (N,).
 
         attend: of a layer's number, rotated queries and keys (N, heads + groups, D) and values (N, groups, D), the

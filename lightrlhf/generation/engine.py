@@ -11,9 +11,9 @@ steps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import NamedTuple
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -78,6 +78,36 @@ def generate(
     return completions_of(slots, eos_ids, tokenizer)
 
 
+def generate_turns(
+    policy: Policy,
+    prompts: Sequence[Sequence[int]],
+    args: SamplingArgs,
+    eos_ids: Sequence[int],
+    uniforms: Tensor,
+    num_slots: int,
+    tokenizer: Tokenizer,
+    allowed: Sequence[int] | None = None,
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    pack: Callable[..., Any] = cpu.pack_decoder,
+) -> Generator[None, None, Completions]:
+    """`generate` by steps, between which other work may use the model: yields before each, returns what it returns.
+
+    context: made around each step, such as autocast; pack: makes or keeps the packed weights.
+    """
+    check_room(policy.model, torch.tensor([*map(len, prompts)]), args)
+    with context(), inference(policy), decoding(policy):
+        check_architecture(policy)
+        kind = slots_type(policy.model)
+        slots = kind(policy.model, prompts, args, eos_ids, uniforms, num_slots, None, allowed, pack)
+        turns = decode_turns(slots, tokenizer)
+    while True:
+        with context(), inference(policy), decoding(policy):
+            if next(turns, slots) is slots:
+                break
+        yield
+    return completions_of(slots, eos_ids, tokenizer)
+
+
 def generate_steps(
     policy: Policy,
     prompt: Sequence[int],
@@ -126,6 +156,14 @@ def completions_of(slots: Slots, eos_ids: Sequence[int], tokenizer: Tokenizer | 
 
 def decode_all(slots: Slots, tokenizer: Tokenizer | None, before_step: Callable[[], None] | None = None) -> Slots:
     """Step until every row has ended, refilling idle slots with waiting rows; before_step: see `generate`."""
+    for _ in decode_turns(slots, tokenizer):
+        if before_step is not None:
+            before_step()
+    return slots
+
+
+def decode_turns(slots: Slots, tokenizer: Tokenizer | None) -> Iterator[None]:
+    """`decode_all` by steps: yields before each."""
     slots.admit(torch.arange(len(slots.row), device=slots.device))
     check_every = min(STEPS_BETWEEN_CHECKS.get(slots.device.type, LATE_STEPS), slots.args.max_new_tokens)
     step = 0
@@ -139,12 +177,11 @@ def decode_all(slots: Slots, tokenizer: Tokenizer | None, before_step: Callable[
                 slots.admit(idle.nonzero()[:, 0])
                 idle = slots.row == slots.idle_row  # a row may end with its first token
             if idle.all():
-                return slots
+                return
             slots.set_window(idle)
             if not slots.waiting() and int(idle.sum()) * 8 >= len(idle):
                 slots.compact(idle)
-        if before_step is not None:
-            before_step()
+        yield
         slots.step()
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -45,15 +45,20 @@ class SlabLayer:
     is_initialized = True
 
     def __init__(self, prefilled: Any, num_slots: int, num_columns: int) -> None:
-        from transformers.cache_utils import CacheLayerMixin
-
-        CacheLayerMixin.register(SlabLayer)  # for isinstance; a base class would import transformers with this module
+        self.register()
         self.slabs = [  # keys and values, each (slots, heads, columns, head size)
             states.new_zeros(num_slots, states.shape[1], num_columns, states.shape[3])
             for states in (prefilled.keys, prefilled.values)
         ]
         self.start, self.end = 0, prefilled.get_seq_length()  # the columns that busy rows attend to
         self.is_compileable |= prefilled.keys.device.type != "cpu"  # transformers then makes a mask without reading it
+
+    @staticmethod
+    def register() -> None:
+        """Be a cache layer for `isinstance`; a base class would import transformers with this module."""
+        from transformers.cache_utils import CacheLayerMixin
+
+        CacheLayerMixin.register(SlabLayer)
 
     def update(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append one column, (slots, heads, 1, head size) each; returns the columns to attend to."""
@@ -119,6 +124,7 @@ class Slots:
         num_slots: int,
         prefixes: list[CachedPrefix | None] | None = None,
         allowed: Sequence[int] | None = None,
+        pack: Callable[[PreTrainedModel, int, torch.dtype], Any] = cpu.pack_decoder,
     ) -> None:
         self.model, self.args, self.device, self.prefixes = model, args, model.device, prefixes
         num_rows, num_slots = len(prompts), min(num_slots, len(prompts))
@@ -138,7 +144,7 @@ class Slots:
         )  # longest first, so later prompts fit
         self.longest = len(self.groups[0][0])
         takes_copies, own = self.layer_type is SlabLayer, activation_dtype(model)
-        self.decoder = cpu.pack_decoder(model, args.max_new_tokens, own) if takes_copies else None
+        self.decoder = pack(model, args.max_new_tokens, own) if takes_copies else None
         self.prefilled = self._prefill(num_slots)
         kind = self.layer_type if self.decoder is None else cpu.RaggedLayer
         spare = SPARE_COLUMNS if num_slots < num_rows else min(SPARE_COLUMNS, LATE_STEPS)

@@ -1,9 +1,10 @@
 """The routes: vLLM's that a trainer needs, and OpenAI's completions and chat, as one ASGI app.
 
-All but /health ask for the key. Requests wait in one queue for one worker thread. While the server is paused new ones
-wait for /resume. A client that goes away ends its request before the next step.
+All but /health ask for the key. Bodies are read beside the event loop, which stays free to answer, long ones apart from
+short ones. While the server is paused requests wait for /resume; where too many wait, a further one is refused with a
+time. A client that goes away ends its request before the next step.
 
-Left out: /tokenize and other routes that no trainer calls, and limits on how much a client with the key computes.
+Left out: /tokenize and other routes that no trainer calls.
 """
 
 from __future__ import annotations
@@ -14,17 +15,17 @@ import itertools
 import json
 import secrets
 import sys
-import threading
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -34,9 +35,18 @@ from lightrlhf.serving.engine import Answer, Choice, Engine
 from lightrlhf.serving.requests import Completion, Refusal, read_completion, read_json, read_required
 
 LARGEST_BODY = 64 * 2**20  # bytes; the noise of a rollout is the largest part
+LONG_BODY = 2**16  # bytes, from which a body takes long to read
+MOST_WAITING = 256  # requests
 LEAST = -9999.0  # log-probability of a token whose probability is 0 by rounding, as OpenAI has it; JSON has no -inf
 Json = dict[str, Any]
 Texts = Callable[[int], str]  # of token ids
+
+
+class Shown(NamedTuple):
+    """What of a choice a stream has sent."""
+
+    text: str
+    count: int  # of its tokens
 
 
 class App:
@@ -44,14 +54,17 @@ class App:
 
     def __init__(self, engine: Engine, key: str) -> None:
         self.engine, self.created = engine, int(time.time())
-        self.worker = ThreadPoolExecutor(1, thread_name_prefix="engine")
+        self.readers = [ThreadPoolExecutor(1, thread_name_prefix=name) for name in ("short bodies", "long bodies")]
         self.resumed, self.idle = asyncio.Event(), asyncio.Event()
         self.resumed.set()
         self.idle.set()
-        self.num_running = 0
+        self.num_running = self.num_held = 0  # requests in the engine, and before a pause ends
+        self.seconds = 1.0  # between two answers of late
+        self.answered = time.monotonic()
         routes = [
             Route("/health", self.health),
             Route("/version", self.show_version),
+            Route("/metrics", self.metrics),
             Route("/v1/models", self.models),
             Route("/server_info", self.server_info),
             Route("/v1/completions", partial(self.completions, chat=False), methods=["POST"]),
@@ -76,65 +89,77 @@ class App:
     # ------------------------------------------------------------------------------------------------------ completions
     async def completions(self, request: Request, chat: bool) -> Response:
         """Completions of prompts, or of messages."""
-        asked = read_completion(await read_body(request), self.engine.limits(), chat)
+        content = await read_content(request)
+        self._check_queue()
+        reader = self.readers[len(content) > LONG_BODY]
+        asked = await in_thread(reader, lambda: read_completion(read_json(content), self.engine.limits(), chat))
         identifier = f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(16)}"
         head = {"id": identifier, "created": int(time.time()), "model": asked.model}
         if asked.stream:
             return StreamingResponse(self._events(asked, head), media_type="text/event-stream")
-        cancelled = threading.Event()
-        job = self._queue(partial(self.engine.complete, asked, cancelled))
-        answer = await unless_gone(request, job, cancelled)
-        return JSONResponse(whole(self.engine.token_text, asked, head, answer))
+        answer = await unless_gone(request, self._complete(asked))
+        return await in_thread(None, lambda: JSONResponse(whole(self.engine.token_text, asked, head, answer)))
+
+    async def _complete(self, asked: Completion) -> Answer:
+        async with self._entered():
+            return await self.engine.complete(asked)
 
     async def _events(self, asked: Completion, head: Json) -> AsyncIterator[str]:
         """Server-sent events: what each token adds, [DONE] at the end, or an error."""
-        loop, pieces, cancelled = asyncio.get_running_loop(), asyncio.Queue[Any](), threading.Event()
-
-        def emit(index: int, choice: Choice, version: str) -> None:
-            loop.call_soon_threadsafe(pieces.put_nowait, (index, choice, version))
-
-        job = asyncio.ensure_future(self._queue(partial(self.engine.stream, asked, cancelled, emit)))
-        job.add_done_callback(lambda _: pieces.put_nowait(None))
-        shown: dict[int, Choice] = {}
+        shown: dict[int, Shown] = {}
+        cached = 0
         try:
-            while (piece := await pieces.get()) is not None:
-                index, choice, version = piece
-                before = shown.get(index)
-                if before is not None and len(choice.text) < len(before.text):
-                    choice = choice._replace(text=before.text)  # an incomplete character may change the previous text
-                shown[index] = choice
-                row = chunk(self.engine.token_text, asked, head, index, choice, before, version)
-                if row is not None:
-                    yield event(row)
-            await job
+            async with self._entered():
+                async for index, choice, about in self.engine.stream(asked):
+                    before, cached = shown.get(index), about.cached
+                    if before is not None and len(choice.text) < len(before.text):
+                        choice = choice._replace(text=before.text)  # an incomplete character may change earlier text
+                    shown[index] = Shown(choice.text, len(choice.ids))
+                    row = chunk(self.engine.token_text, asked, head, index, choice, before, about.version)
+                    if row is not None:
+                        yield event(row)
             if asked.include_usage:
-                yield event(
-                    {**head, "object": object_of(asked, True), "choices": [], "usage": usage(asked, shown.values())}
-                )
+                sums = usage(asked, sum(one.count for one in shown.values()), cached)
+                yield event({**head, "object": object_of(asked, True), "choices": [], "usage": sums})
             yield "data: [DONE]\n\n"
         except Refusal as problem:
             yield event(error(str(problem), problem.status))
-        finally:
-            cancelled.set()
-            job.cancel()
 
-    async def _queue(self, work: Callable[[], Any]) -> Any:
-        """Run the work of a request after those before it, and not while the server is paused; returns its result."""
-        while not self.resumed.is_set():
-            await self.resumed.wait()
+    def _check_queue(self) -> None:
+        """Raises: Refusal with a time when too many requests wait."""
+        waiting = self.engine.scheduler.num_waiting() + self.num_held
+        if waiting >= MOST_WAITING:
+            seconds = min(1 + int(self.seconds * waiting), 60)
+            raise Refusal(f"{waiting} requests wait already; try again in {seconds} s", 429, seconds)
+
+    @asynccontextmanager
+    async def _entered(self) -> AsyncIterator[None]:
+        """Context manager: a request that runs, after a pause has ended. Raises: Refusal for what the engine raises."""
+        self.num_held += 1
+        try:
+            while not self.resumed.is_set():
+                await self.resumed.wait()
+        finally:
+            self.num_held -= 1
         self.num_running += 1
         self.idle.clear()
         try:
-            return await self._in_worker(work)
+            yield
+        except (Refusal, GeneratorExit):
+            raise
+        except Exception as problem:  # such as too little memory
+            raise Refusal(report(problem), 500) from None
         finally:
             self.num_running -= 1
+            now = time.monotonic()
+            self.seconds, self.answered = 0.9 * self.seconds + 0.1 * (now - self.answered), now
             if not self.num_running:
                 self.idle.set()
 
-    async def _in_worker(self, work: Callable[[], Any]) -> Any:
-        """What some work returns. Raises: Refusal, also for what the engine fails with, such as too little memory."""
+    async def _change(self, work: Callable[[], None]) -> None:
+        """Change weights. Raises: Refusal, also for what fails otherwise."""
         try:
-            return await asyncio.get_running_loop().run_in_executor(self.worker, work)
+            await self.engine.change(work)
         except Refusal:
             raise
         except Exception as problem:
@@ -163,7 +188,7 @@ class App:
             raise Refusal("method must be reload_weights; no other is served")
         given = body.get("kwargs")
         (folder,) = read_required(given if isinstance(given, dict) else {}, "weights_path")
-        await self._in_worker(partial(self.engine.reload, folder))
+        await self._change(partial(self.engine.reload, folder))
         return JSONResponse({"results": [None]})
 
     async def reset_prefix_cache(self, request: Request) -> Response:
@@ -172,7 +197,7 @@ class App:
 
     async def update_weight_version(self, request: Request) -> Response:
         (version,) = read_required(await read_body(request), "new_version")
-        await self._in_worker(lambda: setattr(self.engine, "version", version))
+        await self.engine.rename(version)
         return JSONResponse({"message": "weight version updated", "weight_version": version})
 
     async def weight_info(self, request: Request) -> Response:
@@ -180,17 +205,22 @@ class App:
 
     async def load_lora_adapter(self, request: Request) -> Response:
         name, folder = read_required(await read_body(request), "lora_name", "lora_path")
-        await self._in_worker(partial(self.engine.load_adapter, name, folder))
+        await self._change(partial(self.engine.load_adapter, name, folder))
         return JSONResponse({"message": f"adapter {name} is loaded"})
 
     async def unload_lora_adapter(self, request: Request) -> Response:
         (name,) = read_required(await read_body(request), "lora_name")
-        await self._in_worker(partial(self.engine.unload_adapter, name))
+        await self._change(partial(self.engine.unload_adapter, name))
         return JSONResponse({"message": f"adapter {name} is unloaded"})
 
     # ------------------------------------------------------------------------------------------------------ information
     async def health(self, request: Request) -> Response:
         return Response()
+
+    async def metrics(self, request: Request) -> Response:
+        """What the engine does and has done, as Prometheus reads it."""
+        lines = [f"lightrlhf_{name} {value}" for name, value in self.engine.scheduler.metrics().items()]
+        return PlainTextResponse("\n".join(lines) + "\n")
 
     async def show_version(self, request: Request) -> Response:
         return JSONResponse({"version": f"lightrlhf {lightrlhf.__version__}"})
@@ -242,18 +272,28 @@ class KeyCheck:
 
 
 # ------------------------------------------------------------------------------------------------------------- requests
-async def read_body(request: Request) -> Json:
-    """The JSON object in a body. Raises: Refusal when it is too large, or not one."""
+async def read_content(request: Request) -> bytes:
+    """A body. Raises: Refusal when it is too large."""
     content = bytearray()
     async for piece in request.stream():
         content += piece
         if len(content) > LARGEST_BODY:
             raise Refusal(f"a body may have {LARGEST_BODY} bytes; send several requests", 413)
-    return read_json(bytes(content))
+    return bytes(content)
 
 
-async def unless_gone(request: Request, work: Coroutine[Any, Any, Any], cancelled: threading.Event) -> Any:
-    """What the work returns. Raises: ClientDisconnect, and sets `cancelled`, when the client goes away before."""
+async def read_body(request: Request) -> Json:
+    """The JSON object in a body. Raises: Refusal when it is too large, or not one."""
+    return read_json(await read_content(request))
+
+
+async def in_thread(pool: ThreadPoolExecutor | None, work: Callable[[], Any]) -> Any:
+    """What some work returns, done beside the event loop; pool: None for any thread."""
+    return await asyncio.get_running_loop().run_in_executor(pool, work)
+
+
+async def unless_gone(request: Request, work: Coroutine[Any, Any, Any]) -> Any:
+    """What the work returns. Raises: ClientDisconnect, and cancels it, when the client goes away before."""
     job, leaving = asyncio.ensure_future(work), asyncio.ensure_future(request.receive())
     try:
         await asyncio.wait([job, leaving], return_when=asyncio.FIRST_COMPLETED)
@@ -261,7 +301,6 @@ async def unless_gone(request: Request, work: Coroutine[Any, Any, Any], cancelle
             raise ClientDisconnect
         return job.result()
     finally:
-        cancelled.set()
         job.cancel()
         leaving.cancel()
 
@@ -274,10 +313,11 @@ def object_of(asked: Completion, streamed: bool) -> str:
     return "text_completion"
 
 
-def usage(asked: Completion, choices: Iterable[Choice]) -> Json:
-    """Token counts, in OpenAI's form."""
-    prompt, sampled = sum(map(len, asked.prompts)), sum(len(choice.ids) for choice in choices)
-    return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
+def usage(asked: Completion, sampled: int, cached: int) -> Json:
+    """Token counts, in OpenAI's form; cached: tokens of the prompts that an earlier request had read."""
+    prompt = sum(map(len, asked.prompts))
+    counts = {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
+    return {**counts, "prompt_tokens_details": {"cached_tokens": cached}}
 
 
 def whole(token_text: Texts, asked: Completion, head: Json, found: Answer) -> Json:
@@ -297,17 +337,18 @@ def whole(token_text: Texts, asked: Completion, head: Json, found: Answer) -> Js
         if found.scores is not None:
             row["prompt_logprobs"] = format_scores(token_text, prompt, found.scores[index // asked.n])
         rows.append(row)
-    answer = {**head, "object": object_of(asked, False), "choices": rows, "usage": usage(asked, found.choices)}
+    sums = usage(asked, sum(len(choice.ids) for choice in found.choices), found.cached)
+    answer = {**head, "object": object_of(asked, False), "choices": rows, "usage": sums}
     if asked.chat and asked.return_token_ids:
         answer["prompt_token_ids"] = asked.prompts[0]
     return {**answer, "weight_version": found.version}
 
 
 def chunk(
-    token_text: Texts, asked: Completion, head: Json, index: int, choice: Choice, before: Choice | None, version: str
+    token_text: Texts, asked: Completion, head: Json, index: int, choice: Choice, before: Shown | None, version: str
 ) -> Json | None:
     """The part of a choice that is new; None if nothing shows yet."""
-    text, count = (before.text, len(before.ids)) if before else ("", 0)
+    text, count = before or Shown("", 0)
     more = choice.text[len(text) :]
     if not more and count == len(choice.ids) and choice.finish_reason is None:
         return None
@@ -358,6 +399,7 @@ def event(row: Json) -> str:
 def error(line: str, status: int) -> Json:
     """The body of a refusal, in OpenAI's form."""
     kinds = {400: "BadRequestError", 401: "AuthenticationError", 404: "NotFoundError", 413: "BadRequestError"}
+    kinds[429] = "RateLimitError"
     return {"error": {"message": line, "type": kinds.get(status, "InternalServerError"), "param": None, "code": status}}
 
 
@@ -369,7 +411,7 @@ def report(problem: BaseException) -> str:
 
 
 async def on_refusal(request: Request, problem: Refusal) -> Response:
-    return JSONResponse(error(str(problem), problem.status), problem.status)
+    return JSONResponse(error(str(problem), problem.status), problem.status, problem.headers)
 
 
 async def not_served(request: Request, problem: HTTPException) -> Response:

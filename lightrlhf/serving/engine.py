@@ -1,29 +1,34 @@
-"""The served model: completions by the generation engine, new weights, adapters by name.
+"""The served model: completions by the scheduler, new weights, adapters by name.
 
-All methods run in one worker thread (see `app.App`), one after another, so weights never change under a request. A
-request is one call of `generate`, with the noise that it brings: its choices are bitwise equal to the same call in
-another process on the same kind of device with as many threads.
+Requests are decoded together, and those of one adapter share prefixes (`generation.scheduler`). A request that brings
+its noise is a batch of its own, one call of `generate` by turns: its choices are bitwise equal to the same call in
+another process on the same kind of device with as many threads. Weights change when the requests before have ended, and
+those after it wait, so never under a request.
 
-Left out: batching several requests into one call, and several devices.
+Left out: several devices.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Sequence
+import asyncio
+from collections.abc import AsyncIterator, Callable, Generator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from lightrlhf.cli.errors import UsageError, first_line
+from lightrlhf import cpu
+from lightrlhf.cli.errors import NotFinite, UsageError, first_line
 from lightrlhf.data.batch import response_batch
 from lightrlhf.data.tokens import decode
 from lightrlhf.data.types import Tokenizer
-from lightrlhf.generation.engine import generate, generate_steps
+from lightrlhf.generation.engine import Completions, generate_turns
 from lightrlhf.generation.rollout import score_logprobs
 from lightrlhf.generation.sampling import first_stop
+from lightrlhf.generation.scheduler import Scheduler
+from lightrlhf.generation.slots import SPARE_COLUMNS
+from lightrlhf.generation.tickets import Ask, Failed, Job, Token
 from lightrlhf.maths.finite import not_finite
 from lightrlhf.models import lora
 from lightrlhf.models.roles import Policy, vocabulary_size
@@ -32,11 +37,8 @@ from lightrlhf.serving.requests import Completion, Refusal, Served
 from lightrlhf.serving.weights import load_weights
 
 MOST_ADAPTERS = 4
+MOST_HELD = 8  # tokens that may spell one character, and a few more
 UNLIMITED = 2**20  # positions of an architecture that names no limit
-
-
-class Cancelled(Exception):
-    """The client of a request has gone."""
 
 
 class Choice(NamedTuple):
@@ -54,6 +56,7 @@ class Answer(NamedTuple):
     choices: list[Choice]
     scores: list[list[float]] | None  # log-probability of each token of each prompt after its first, at temperature 1
     version: str  # of the weights
+    cached: int = 0  # tokens of the prompts that another request had read
 
 
 class Adapter(NamedTuple):
@@ -81,6 +84,7 @@ class Engine:
         num_slots: int = 64,
         dtype: torch.dtype = torch.float32,
         merged_into: str | None = None,
+        cache_bytes: int = 2**30,
     ) -> None:
         policy.eval()  # weights that require gradients, as in training: torch multiplies frozen ones in another order
         self.tokenizer, self.name, self.root, self.num_slots, self.dtype = tokenizer, name, root, num_slots, dtype
@@ -89,6 +93,8 @@ class Engine:
         self.num_loaded, self.num_reloads = 0, 0
         self.texts: dict[int, str] = {}  # of tokens
         self.version = "default"  # of the weights, a name that clients give
+        self.scheduler = Scheduler(tokenizer, num_slots, cache_bytes, self._autocast)
+        self.packed: dict[tuple[Policy, torch.dtype], Any] = {}  # weights for requests with noise
 
     def limits(self) -> Served:
         """The model's limits, which requests are checked against."""
@@ -96,55 +102,132 @@ class Engine:
         return Served(self.tokenizer, vocabulary_size(self.policy), positions, [self.name, *self.adapters])
 
     # ------------------------------------------------------------------------------------------------------ completions
-    def complete(self, request: Completion, cancelled: threading.Event) -> Answer:
-        """The answer to a request. Raises: Cancelled."""
+    async def complete(self, request: Completion) -> Answer:
+        """The answer to a request; cancelling ends it. Raises: Refusal."""
+        if request.exact:
+            sampled, version = await self.run(self._sample_exactly(request), num_bytes=self._cache_of(request))
+            found = list(zip(sampled.responses, sampled.logprobs, sampled.truncated))
+            rows = [Reply(ids, logprobs, "length" if cut else "stop") for ids, logprobs, cut in found]
+            cached = 0
+        else:
+            rows, cached, version = [Reply([], [], None) for _ in request.rows], 0, ""
+            async for tokens, found, name in self._tokens(request):
+                cached, version = found, name
+                for token in tokens:
+                    rows[token.index].add(token)
+        choices = await asyncio.to_thread(lambda: [self._whole(request, row) for row in rows])
+        scores = None
+        if request.prompt_logprobs:
+            scores = await self.run(self._scores(request))
+        return Answer(choices, scores, version, cached)
+
+    async def stream(self, request: Completion) -> AsyncIterator[tuple[int, Choice, Answer]]:
+        """Each choice so far, by its index, when it has more tokens, and an answer without choices. Raises: Refusal."""
+        if request.exact:
+            answer = await self.complete(request)
+            for index, choice in enumerate(answer.choices):
+                yield index, choice, answer
+            return
+        rows = [Reply([], [], None) for _ in request.rows]
+        texts = [GrowingText(lambda ids: self._text(request, ids)) for _ in rows]
+        stops = [] if request.include_stop else request.sampling.stop_strings
+        async for tokens, cached, version in self._tokens(request):
+            about = Answer([], None, version, cached)
+            for token in tokens:
+                row = rows[token.index]
+                row.add(token)
+                if token.finish is not None:
+                    yield token.index, self._whole(request, row), about
+                else:
+                    text = texts[token.index].add(row.ids)
+                    shown = text[: len(text) - begun(text, stops)]
+                    yield token.index, Choice(shown, row.ids, row.logprobs, None), about
+
+    async def _tokens(self, request: Completion) -> AsyncIterator[tuple[list[Token], int, str]]:
+        """What each turn of the scheduler adds, with the tokens of prompts that were known, and the version."""
+        loop, parts = asyncio.get_running_loop(), asyncio.Queue[tuple[list[Token] | Failed, str]]()
+
+        def emit(part: list[Token] | Failed) -> None:  # in the scheduler's thread
+            loop.call_soon_threadsafe(parts.put_nowait, (part, self.version))
+
+        ends = self._ends(request)
+        rows = zip(request.rows, request.noise)
+        asks = [Ask(prompt, request.sampling, ends, noise, request.allowed) for prompt, noise in rows]
+        ticket = self.scheduler.submit(lambda: self._policy(request.model), request.model, asks, emit)
+        left = len(asks)
+        try:
+            while left:
+                part, version = await parts.get()
+                if isinstance(part, Failed):
+                    raise part.problem
+                left -= sum(token.finish is not None for token in part)
+                yield part, ticket.cached, version
+        except NotFinite:  # which is not the client's fault
+            raise
+        except UsageError as problem:
+            raise Refusal(str(problem)) from None
+        finally:
+            ticket.cancel()
+
+    async def run(self, turns: Generator[Any, None, Any], alone: bool = False, num_bytes: int = 0) -> Any:
+        """The result of a job of the scheduler; cancelling ends it before its next turn."""
+        job = self.scheduler.run(Job(turns, alone, num_bytes))
+        try:
+            return await asyncio.wrap_future(job.future)
+        finally:
+            job.cancel()
+
+    async def change(self, work: Callable[[], None]) -> None:
+        """Change weights: when requests before have ended, and before those after."""
+
+        def change() -> None:
+            try:
+                work()
+            finally:
+                self.scheduler.memory.forget_weights()
+                self.packed.clear()
+
+        await self.run(at_once(change), alone=True)
+
+    async def rename(self, version: str) -> None:
+        """Give the weights another name, for the requests after this."""
+        await self.run(at_once(lambda: setattr(self, "version", version)), alone=True)
+
+    def _sample_exactly(self, request: Completion) -> Generator[None, None, tuple[Completions, str]]:
+        """One call of `generate` by turns, and the version of the weights."""
         policy = self._policy(request.model)
 
-        def check() -> None:
-            if cancelled.is_set():
-                raise Cancelled
+        def pack(model: Any, steps: int, own: torch.dtype) -> Any:
+            dtype = cpu.packed_dtype(model, steps, own)
+            if dtype is None:
+                return None
+            if (policy, dtype) not in self.packed:
+                self.packed.clear()  # one copy at a time
+                self.packed[policy, dtype] = cpu.pack_decoder(model, steps, own)
+            return self.packed[policy, dtype]
 
-        check()
-        with self._autocast():
-            sampled = generate(
-                policy,
-                request.rows,
-                request.sampling,
-                self._ends(request),
-                request.noise,
-                self.num_slots,
-                self.tokenizer,
-                allowed=request.allowed,
-                before_step=check,
-            )
-        rows = zip(sampled.responses, sampled.logprobs, sampled.truncated)
-        choices = [self._choice(request, ids, logprobs, truncated) for ids, logprobs, truncated in rows]
-        scores = self._scores(policy, request.prompts) if request.prompt_logprobs else None
-        return Answer(choices, scores, self.version)
+        given = policy, request.rows, request.sampling, self._ends(request), request.noise, self.num_slots
+        sampled = yield from generate_turns(*given, self.tokenizer, request.allowed, self._autocast, pack)
+        return sampled, self.version
 
-    def stream(self, request: Completion, cancelled: threading.Event, emit: Callable[[int, Choice, str], None]) -> None:
-        """Emit (index, choice so far, version) after each token, choice by choice. Raises: Cancelled."""
-        policy, ends = self._policy(request.model), self._ends(request)
-        for index, (prompt, noise) in enumerate(zip(request.rows, request.noise[:, None])):
-            with self._autocast():
-                step = None
-                for step in generate_steps(
-                    policy, prompt, request.sampling, ends, noise, self.tokenizer, request.allowed
-                ):
-                    if cancelled.is_set():
-                        raise Cancelled
-                    emit(index, self._choice(request, step.responses[0], step.logprobs[0], None), self.version)
-            if step is not None:
-                last = self._choice(request, step.responses[0], step.logprobs[0], step.truncated[0])
-                emit(index, last, self.version)
+    def _cache_of(self, request: Completion) -> int:
+        """Bytes of keys and values of a call of `generate`, about."""
+        config = self.policy.model.config
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        columns = max(map(len, request.prompts)) + request.sampling.max_new_tokens + SPARE_COLUMNS
+        rows = min(self.num_slots, len(request.rows))
+        return rows * columns * config.num_hidden_layers * heads * size * 2 * self.dtype.itemsize
 
-    def _scores(self, policy: Policy, prompts: list[list[int]]) -> list[list[float]]:
-        """Log-probabilities of the prompts' tokens after the first, at temperature 1."""
+    def _scores(self, request: Completion) -> Generator[None, None, list[list[float]]]:
+        """Log-probabilities of the prompts' tokens after the first, at temperature 1; a job of one turn."""
+        policy, prompts = self._policy(request.model), request.prompts
         batch = response_batch([ids[:1] for ids in prompts], [ids[1:] for ids in prompts], 0)
         device = policy.model.device
         with self._autocast():
             logprobs = score_logprobs(policy, batch.to(device), 1.0, self.num_slots).cpu()  # (B, T-1)
         return [row[: len(ids) - 1].tolist() for row, ids in zip(logprobs, prompts)]
+        yield
 
     def _policy(self, name: str) -> Policy:
         """The policy of a model's or adapter's name. Raises: Refusal when it was unloaded while the request waited."""
@@ -162,20 +245,15 @@ class Engine:
             return nullcontext()
         return torch.autocast(self.policy.model.device.type, dtype=self.dtype)
 
-    def _choice(self, request: Completion, ids: list[int], logprobs: list[float], truncated: bool | None) -> Choice:
-        """A response with its text; truncated: None while it is not complete.
-
-        Text that further tokens may change is held back until then: an incomplete character, the start of a stop text.
-        """
-        text, stops = self._text(request, ids), [] if request.include_stop else request.sampling.stop_strings
+    def _whole(self, request: Completion, row: Reply) -> Choice:
+        """A complete response with its text, without the stop text that ended it."""
+        ids, text = row.ids, self._text(request, row.ids)
+        stops = [] if request.include_stop else request.sampling.stop_strings
         if (end := first_stop(self.tokenizer, ids, stops)) is not None:
             known = len(self._text(request, ids[: end - 1]).rstrip("\ufffd"))  # the stop text ends after it
             starts = [at for stop in stops if (at := text.find(stop, max(known - len(stop) + 1, 0))) >= 0]
             text = text[: min(starts, default=None)]
-        elif truncated is None:
-            text = text.rstrip("\ufffd")
-            text = text[: len(text) - begun(text, stops)]
-        return Choice(text, ids, logprobs, None if truncated is None else "length" if truncated else "stop")
+        return Choice(text, ids, row.logprobs, row.finish)
 
     def _text(self, request: Completion, ids: list[int]) -> str:
         if request.skip_special_tokens:
@@ -240,6 +318,48 @@ class Engine:
         if name not in self.adapters:
             raise Refusal(f"no adapter {name!r} is loaded")
         lora.remove_adapter(self.policy.model, self.adapters.pop(name).layer_name)
+
+
+def at_once(work: Callable[[], None]) -> Generator[None, None, None]:
+    """Work as a job of one turn."""
+    work()
+    yield from ()
+
+
+class Reply:
+    """The tokens of a row so far."""
+
+    def __init__(self, ids: list[int], logprobs: list[float], finish: str | None) -> None:
+        self.ids, self.logprobs, self.finish = ids, logprobs, finish
+
+    def add(self, token: Token) -> None:
+        """Add a token."""
+        self.ids.append(token.token)
+        self.logprobs.append(token.logprob)
+        self.finish = token.finish
+
+
+class GrowingText:
+    """The text of a growing list of ids, without decoding all of it at each token.
+
+    What ids add is the text with them less the text without, both from a few tokens before: a tokenizer may begin a
+    text otherwise than it goes on. Text that further tokens may change is held back: an incomplete character.
+    """
+
+    def __init__(self, decode: Callable[[list[int]], str]) -> None:
+        self.decode = decode
+        self.text = ""
+        self.start, self.read = 0, 0  # of the tokens that are decoded again, and of those that are in the text
+
+    def add(self, ids: list[int]) -> str:
+        """The text of ids that begin with those before."""
+        before, whole = self.decode(ids[self.start : self.read]), self.decode(ids[self.start :])
+        if whole.endswith("\ufffd") and len(ids) - self.read < MOST_HELD:
+            return self.text
+        self.text += whole[len(before) :]
+        if len(whole) > len(before):
+            self.start, self.read = self.read, len(ids)
+        return self.text
 
 
 def begun(text: str, stops: Sequence[str]) -> int:

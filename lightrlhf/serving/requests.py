@@ -32,15 +32,17 @@ from lightrlhf.data.types import Tokenizer
 
 MOST_ROWS = 16_384  # prompts x n of one request
 MOST_TOKENS = 2**26  # rows x max_tokens, for which memory is taken at once
+HOTTEST = 1e6  # temperature
 LONGEST_LINE = 500  # characters of a refusal
 
 
 class Refusal(Exception):
-    """A request that is not answered: a status, and one line on why."""
+    """A request that is not answered: a status, one line on why, and seconds after which it may be."""
 
-    def __init__(self, line: str, status: int = 400) -> None:
+    def __init__(self, line: str, status: int = 400, retry_after: int | None = None) -> None:
         super().__init__(" ".join(line.split())[:LONGEST_LINE])
         self.status = status
+        self.headers = {} if retry_after is None else {"Retry-After": str(retry_after)}
 
 
 class Served(NamedTuple):
@@ -69,6 +71,7 @@ class Completion:
     n: int
     sampling: DecodingArgs
     noise: Tensor  # (prompts x n, max_new_tokens) uniform numbers
+    exact: bool  # they were given, so choices are those of one call of the engine, bit by bit
     ignore_eos: bool
     allowed: list[int] | None  # the only tokens that may be sampled
     logprobs: bool
@@ -250,6 +253,8 @@ def read_completion(body: dict[str, Any], served: Served, chat: bool) -> Complet
     greedy = values["temperature"] == 0
     if not greedy and values["temperature"] < 1e-6:
         raise Refusal(f"temperature {values['temperature']} is neither 0, the most likely token, nor at least 1e-6")
+    if values["temperature"] > HOTTEST:
+        raise Refusal(f"temperature {values['temperature']:g} is above {HOTTEST:g}, where all tokens are as likely")
     if values["stream"] and values.get("prompt_logprobs") is not None:
         raise Refusal("prompt_logprobs are not streamed; leave out stream")
     stop = values["stop"] or []
@@ -270,6 +275,7 @@ def read_completion(body: dict[str, Any], served: Served, chat: bool) -> Complet
         n=n,
         sampling=sampling,
         noise=noise_of(values, len(prompts) * n, max_tokens),
+        exact=values["noise"] is not None,
         ignore_eos=values["ignore_eos"],
         allowed=sorted(set(values["allowed_token_ids"])) if values["allowed_token_ids"] else None,
         logprobs=values["logprobs"] is not None and values["logprobs"] is not False,

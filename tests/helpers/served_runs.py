@@ -71,8 +71,8 @@ class ForkedServer:
                 time.sleep(0.5)
             os._exit(1)
 
-        def noted(engine: Engine, request: Any, cancelled: threading.Event) -> Any:
-            answer = complete(engine, request, cancelled)
+        async def noted(engine: Engine, request: Any) -> Any:
+            answer = await complete(engine, request)
             rows = zip(request.rows, answer.choices)
             notes = [{"version": answer.version, "prompt": prompt, "ids": choice.ids} for prompt, choice in rows]
             with self.notes.open("a") as file:

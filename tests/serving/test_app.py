@@ -5,6 +5,7 @@ import base64
 import json
 import os
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -26,7 +27,7 @@ from lightrlhf.models.saving import export_for_servers
 from lightrlhf.models.tokenizer import end_ids
 from lightrlhf.serving import requests
 from lightrlhf.serving.app import App
-from lightrlhf.serving.engine import Cancelled, Engine
+from lightrlhf.serving.engine import Engine
 
 KEY = "key of the tests"
 PROMPTS = [[5, 6, 7, 8, 9], [11, 12], [20, 21, 22]]
@@ -374,8 +375,7 @@ def test_too_large_a_body_is_refused(client, monkeypatch):
 def test_a_failure_of_the_engine_is_one_line_and_the_next_request_is_answered(client, engine, monkeypatch, capsys):
     before = ids_of(client)
     with monkeypatch.context() as patch:
-        patch.setattr(engine, "complete", lambda *_: 1 // 0)
-        patch.setattr(engine, "stream", lambda *_: 1 // 0)
+        patch.setattr(engine.scheduler.batch, "_sample", lambda *_: 1 // 0)
         check_refusal(client.post(TEXT, json=GOOD), 500, "ZeroDivisionError: integer division")
         answer = client.post(TEXT, json={**GOOD, "stream": True}).text
         assert "ZeroDivisionError" in answer and "[DONE]" not in answer
@@ -400,7 +400,16 @@ def test_every_route_but_health_asks_for_the_key(engine, header):
     with TestClient(app.asgi) as client:
         headers = {} if header is None else {b"authorization": header.encode("latin-1")}
         assert client.get("/health", headers=headers).status_code == 200
-        paths = ["/version", "/v1/models", "/server_info", "/is_paused", "/weight_info", "/is_sleeping", "/nothing"]
+        paths = [
+            "/version",
+            "/metrics",
+            "/v1/models",
+            "/server_info",
+            "/is_paused",
+            "/weight_info",
+            "/is_sleeping",
+            "/nothing",
+        ]
         posted = [TEXT, CHAT, "/pause", "/resume", "/collective_rpc", "/reset_prefix_cache", "/update_weight_version"]
         posted += ["/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/sleep", "/wake_up"]
         for method, path in [("GET", path) for path in paths] + [("POST", path) for path in posted]:
@@ -529,11 +538,11 @@ def test_pause_waits_for_what_runs(client, engine, monkeypatch):
     began, may_end, complete = threading.Event(), threading.Event(), engine.complete
     ended = []
 
-    def slow(*given):
+    async def slow(asked):
         began.set()
-        assert may_end.wait(PATIENCE)
+        assert await asyncio.to_thread(may_end.wait, PATIENCE)
         ended.append(True)
-        return complete(*given)
+        return await complete(asked)
 
     monkeypatch.setattr(engine, "complete", slow)
     with ThreadPoolExecutor() as pool:
@@ -548,54 +557,41 @@ def test_pause_waits_for_what_runs(client, engine, monkeypatch):
     client.post("/resume")
 
 
-@pytest.mark.parametrize("streamed", [False, True])
-def test_a_client_that_goes_away_ends_its_request(engine, streamed):
-    """The request would take its client's word to end: it runs until it is told that the client has gone."""
-    told = []
-
-    def endless(asked, cancelled, emit=None):
-        told.append(cancelled.wait(PATIENCE))
-        raise Cancelled
-
-    engine.complete = engine.stream = endless
-    messages = [{"type": "http.request", "body": json.dumps({**GOOD, "stream": streamed}).encode()}]
+@pytest.mark.parametrize("more", [{}, {"stream": True}, {"noise": True}], ids=str)
+def test_a_client_that_goes_away_ends_its_request(engine, more):
+    """The server is told that the client has gone when a few tokens were sampled."""
+    length, sampled = 200, engine.scheduler.memory.counts
+    body = {"prompt": [5, 6], "max_tokens": length, "ignore_eos": True, **more}
+    if "noise" in more:
+        body["noise"] = encoded(torch.rand(1, length))
+    steps, step = [], Slots.step
+    messages = [{"type": "http.request", "body": json.dumps(body).encode()}]
 
     async def call() -> None:
-        app, sent = App(engine, KEY), []
         headers = [(b"authorization", f"Bearer {KEY}".encode())]
         scope = {"type": "http", "method": "POST", "path": TEXT, "query_string": b"", "headers": headers}
         scope |= {"asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": "1.1", "root_path": ""}
 
         async def receive():
-            return messages.pop() if messages else {"type": "http.disconnect"}
+            if messages:
+                return messages.pop()
+            while sampled.sampled + len(steps) < 5:
+                await asyncio.sleep(0.001)
+            return {"type": "http.disconnect"}
 
         async def send(message):
-            sent.append(message)
+            pass
 
-        await app.asgi(scope, receive, send)
-        app.worker.shutdown(wait=True)
+        await App(engine, KEY).asgi(scope, receive, send)
+        while engine.scheduler.memory.tickets or engine.scheduler.jobs:
+            await asyncio.sleep(0.001)
 
-    with ThreadPoolExecutor(1) as pool:  # in the main thread a browser of other tests may have its loop
-        pool.submit(asyncio.run, asyncio.wait_for(call(), PATIENCE)).result()
-    assert told in ([True], [])  # [] where it had not begun
-
-
-def test_a_cancelled_request_ends_at_the_next_step(engine, monkeypatch):
-    cancelled, steps, step = threading.Event(), [], Slots.step
-
-    def counted(slots):
-        steps.append(1)
-        if len(steps) == 5:
-            cancelled.set()
-        step(slots)
-
-    body = {"prompt": [5, 6], "max_tokens": 100, "ignore_eos": True}
-    asked = requests.read_completion(body, engine.limits(), chat=False)
-    engine.complete(asked, threading.Event())  # checks the architecture first
-    monkeypatch.setattr(Slots, "step", counted)
-    with pytest.raises(Cancelled):
-        engine.complete(asked, cancelled)
-    assert len(steps) == 5
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(1) as pool:
+        patch.setattr(Slots, "step", lambda slots: (steps.append(1), time.sleep(0.005), step(slots)))
+        compute = engine.scheduler.batch.step
+        patch.setattr(engine.scheduler.batch, "step", lambda: (time.sleep(0.005), compute()))
+        pool.submit(asyncio.run, asyncio.wait_for(call(), PATIENCE)).result()  # the main thread may have a loop
+    assert sampled.sampled + len(steps) < length and not engine.scheduler.memory.running
 
 
 # ------------------------------------------------------------------------------------------------------------- adapters

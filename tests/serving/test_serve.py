@@ -1,5 +1,6 @@
 """`python -m lightrlhf.serve` as a program: our own engine in a process, and the command for vLLM."""
 
+import base64
 import contextlib
 import json
 import os
@@ -39,7 +40,8 @@ def test_the_program_answers_as_the_engine_here_also_after_a_kill(folder, tokeni
     policy = load_policy(str(folder), ModelArgs(), tokenizer).eval()
     seed = torch.rand(2, 6, generator=torch.Generator().manual_seed(9))
     local = generate(policy, [[5, 6], [7]], DecodingArgs(max_new_tokens=6), end_ids(tokenizer, policy.model), seed, 4)
-    body = {"prompt": [[5, 6], [7]], "max_tokens": 6, "seed": 9, "logprobs": 0, "return_token_ids": True}
+    noise = base64.b64encode(seed.numpy().astype("<f4").tobytes()).decode()
+    body = {"prompt": [[5, 6], [7]], "max_tokens": 6, "noise": noise, "logprobs": 0, "return_token_ids": True}
     with serving(folder, rollout_mini_batch_size=4, served_model_name="tiny") as (url, server):
         for _ in range(2):
             choices = server.ask("/v1/completions", {"model": "tiny", **body}).json()["choices"]

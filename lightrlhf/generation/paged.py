@@ -1,0 +1,180 @@
+"""A model over a paged KV cache: pieces of prompts, and steps of rows that come and go.
+
+Each row has its own columns, in blocks of the cache (`blocks`), so rows need not begin together, and the model and its
+adapters share one cache. On a CPU the common architectures run over packed weights and read the blocks where they lie
+(`cpu.paged`). For others a step gathers the keys and values of its rows, right-aligned, for the model's own forward
+pass, and each prompt has a pass of its own.
+
+Left out: captured steps (`graphs`), whose shapes are those of closed batches; attention kernels that read blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightrlhf import cpu
+from lightrlhf.cpu import Piece
+from lightrlhf.data.types import PreTrainedModel
+from lightrlhf.generation.blocks import Blocks
+from lightrlhf.generation.prefix_cache import make_cache
+from lightrlhf.generation.slots import SlabLayer
+from lightrlhf.models.architecture import trial_ids
+from lightrlhf.models.forward import cache_inputs, position_inputs
+from lightrlhf.models.frozen import activation_dtype
+
+PLAIN_BLOCK = 32  # tokens of a block where the model itself is called
+
+
+class Pages:
+    """The paged KV cache of a model. Raises: ValueError when not even one block fits into the bytes.
+
+    most: tokens beyond which more room is of no use.
+    """
+
+    def __init__(self, runner: Runner, num_bytes: int, most: int) -> None:
+        sample = runner.make_layers(1, lambda shape, dtype: torch.empty(shape, dtype=dtype, device="meta"))
+        self.bytes_of_block = sum(t.numel() * t.itemsize for layer in sample for t in (layer.keys, layer.values))
+        count = min(num_bytes // self.bytes_of_block, -(-most // sample[0].block))
+        if count < 1:
+            raise ValueError(f"a KV cache of {num_bytes} bytes has no room for {sample[0].block} tokens")
+        self.blocks = Blocks(count, sample[0].block)
+        with torch.inference_mode(False):  # whose tensors could not be written to outside of it
+            self.layers = runner.make_layers(count, runner.zeros)
+
+    def copy(self, one: int, other: int) -> None:
+        """Copy a block to another."""
+        for layer in self.layers:
+            for cache in (layer.keys, layer.values):
+                cache[other] = cache[one]
+
+    def clear(self, blocks: Sequence[int]) -> None:
+        """Set blocks to 0: after a number that is not finite no weight of 0 would hide it."""
+        for layer in self.layers:
+            for cache in (layer.keys, layer.values):
+                cache[list(blocks)] = 0.0
+
+
+class Runner(Protocol):
+    """Computes the tokens of rows with the weights of one policy."""
+
+    def make_layers(self, count: int, zeros: Any) -> list[Any]:
+        """Layers of so many blocks; zeros: makes a tensor of a shape and dtype."""
+
+    def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """A tensor of zeros on the device."""
+
+    def prefill(self, pieces: Sequence[Piece], layers: Sequence[Any]) -> Tensor:
+        """Logits (R, V) after each piece, whose keys and values are added to the cache."""
+
+    def step(self, pieces: Sequence[Piece], layers: Sequence[Any], rows: Sequence[Any]) -> Tensor:
+        """Logits (S, V) after pieces of one token; rows: what identifies the row of each, with its blocks."""
+
+
+class PackedRunner:
+    """Packed weights on a CPU."""
+
+    def __init__(self, decoder: Any) -> None:
+        self.decoder = cpu.PagedDecoder(decoder)
+        self.make_layers = self.decoder.make_layers
+        self.prefill = self.decoder.prefill
+        self.rows: list[Any] = []
+        self.attention: Any = None
+
+    def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Zeros whose memory is taken when they are written to."""
+        return torch.from_numpy(np.zeros(shape, {torch.float32: np.float32, torch.float16: np.float16}[dtype]))
+
+    def step(self, pieces: Sequence[Piece], layers: Sequence[Any], rows: Sequence[Any]) -> Tensor:
+        """As `Runner`; what is read is listed anew when rows or their blocks change."""
+        if self.attention is None or self.rows != [*rows]:
+            self.attention, self.rows = self.decoder.attention(pieces, layers[0]), [*rows]
+        return self.decoder.step(pieces, self.attention, layers)
+
+
+class ModelRunner:
+    """A model's own forward pass."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+
+    def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, device=self.model.device)
+
+    def make_layers(self, count: int, zeros: Any) -> list[PooledLayer]:
+        """As `Runner`; heads, sizes and dtypes are found by a pass."""
+        cache = make_cache(self.model)
+        self.model(input_ids=trial_ids(self.model, 1), **cache_inputs(self.model, cache))
+        layers: Any = cache.layers
+        return [
+            PooledLayer(*(zeros((count, PLAIN_BLOCK, t.shape[1], t.shape[3]), t.dtype) for t in (one.keys, one.values)))
+            for one in layers
+        ]
+
+    def prefill(self, pieces: Sequence[Piece], layers: Sequence[PooledLayer]) -> Tensor:
+        """As `Runner`, a pass for each piece."""
+        return torch.cat([self._forward([piece], layers) for piece in pieces])
+
+    def step(self, pieces: Sequence[Piece], layers: Sequence[PooledLayer], rows: Sequence[Any]) -> Tensor:
+        return self._forward(pieces, layers)
+
+    def _forward(self, pieces: Sequence[Piece], layers: Sequence[PooledLayer]) -> Tensor:
+        """Logits (R, V) after pieces of as many tokens each."""
+        model, device, size = self.model, self.model.device, PLAIN_BLOCK
+        count = len(pieces[0].ids)
+        ids = torch.tensor([[*piece.ids] for piece in pieces], device=device)  # (R, n)
+        starts = torch.tensor([piece.start for piece in pieces], device=device)
+        longest = max(len(piece.blocks) for piece in pieces)
+        table = torch.tensor([[*piece.blocks] + [0] * (longest - len(piece.blocks)) for piece in pieces], device=device)
+        width = max(piece.start for piece in pieces) + count
+        tokens = torch.arange(width, device=device) - width + count + starts[:, None]  # (R, C), right-aligned
+        mask, tokens = tokens >= 0, tokens.clamp(min=0)
+        index = table.gather(1, tokens // size) * size + tokens % size  # (R, C) of the cache
+        for layer in layers:
+            layer.use(index, count)
+        return model(
+            input_ids=ids,
+            attention_mask=mask.long(),
+            **position_inputs(model, tokens[:, -count:]),
+            **cache_inputs(model, make_cache(model, layers)),
+            logits_to_keep=1,
+        ).logits[:, -1]
+
+
+class PooledLayer(SlabLayer):
+    """The blocks of one layer, (blocks, PLAIN_BLOCK, heads, D), as a transformers cache layer of some rows."""
+
+    def __init__(self, keys: Tensor, values: Tensor) -> None:
+        self.keys, self.values = keys, values
+        self.block = keys.shape[1]
+        self.register()
+        self.is_compileable |= keys.device.type != "cpu"
+
+    def use(self, index: Tensor, count: int) -> None:
+        """Be the cache of rows whose tokens are at `index` (R, C), the last `count` of which come next."""
+        self.index, self.count = index, count
+
+    def update(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Write the next tokens, (R, heads, n, D) each; returns all (R, heads, C, D)."""
+        found = []
+        for cache, states in ((self.keys, keys), (self.values, values)):
+            flat = cache.flatten(0, 1)  # (tokens, heads, D)
+            flat[self.index[:, -self.count :]] = states.transpose(1, 2).to(flat.dtype)
+            found.append(flat[self.index].transpose(1, 2))
+        return found[0], found[1]
+
+    def get_seq_length(self) -> int:
+        return self.index.shape[1] - self.count
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.index.shape[1], 0
+
+
+def make_runner(model: PreTrainedModel) -> PackedRunner | ModelRunner:
+    """The runner of a model with its active adapters, and of the weights of this moment."""
+    decoder = cpu.pack_decoder(model, cpu.LEAST_STEPS, activation_dtype(model))
+    return ModelRunner(model) if decoder is None else PackedRunner(decoder)
