@@ -1,7 +1,7 @@
 """The paged KV cache of packed decoding: rows whose columns begin at 0, in blocks that rows may share.
 
-Prompts are computed by pieces, of several rows at a time and without padding; attention of each piece is a product of
-its own. A step reads by the lists of `cache.Attention`. Nothing that is computed for a row has the width of another,
+Prompts are computed by pieces, of several rows at a time and without padding; attention is computed for each piece
+alone. A step reads by the lists of `cache.Attention`. Nothing that is computed for a row has the width of another,
 so only the products with weights may round a row by how many there are beside it.
 """
 
@@ -82,7 +82,7 @@ class PagedDecoder:
         self.decoder = decoder
 
     def make_layers(self, count: int, zeros: Any) -> list[PagedLayer]:
-        """The layers of a cache of so many blocks; zeros: makes a tensor of a shape and dtype."""
+        """The layers of a cache of `count` blocks; zeros: makes a tensor of a shape and dtype."""
         own = self.decoder
         room, dtype = (count, own.groups), own.cache_dtype
         block = BLOCKS[dtype]

@@ -37,7 +37,7 @@ class Blocks:
         self.last_serial = 0
 
     def needed(self, tokens: int) -> int:
-        """Blocks for so many tokens."""
+        """Blocks that these tokens need."""
         return -(-tokens // self.size)
 
     def room(self) -> int:

@@ -90,7 +90,7 @@ def generate_turns(
     context: Callable[[], AbstractContextManager[Any]] = nullcontext,
     pack: Callable[..., Any] = cpu.pack_decoder,
 ) -> Generator[None, None, Completions]:
-    """`generate` by steps, between which other work may use the model: yields before each, returns what it returns.
+    """`generate` by steps, between which other work may use the model: yields before each, returns the same.
 
     context: made around each step, such as autocast; pack: makes or keeps the packed weights.
     """

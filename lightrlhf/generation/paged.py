@@ -3,9 +3,9 @@
 Each row has its own columns, in blocks of the cache (`blocks`), so rows need not begin together, and the model and its
 adapters share one cache. On a CPU the common architectures run over packed weights and read the blocks where they lie
 (`cpu.paged`). For others a step gathers the keys and values of its rows, right-aligned, for the model's own forward
-pass, and each prompt has a pass of its own.
+pass, and reads each prompt by itself.
 
-Left out: captured steps (`graphs`), whose shapes are those of closed batches; attention kernels that read blocks.
+Left out: captured steps (`graphs`); attention kernels that read blocks.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Runner(Protocol):
     """Computes the tokens of rows with the weights of one policy."""
 
     def make_layers(self, count: int, zeros: Any) -> list[Any]:
-        """Layers of so many blocks; zeros: makes a tensor of a shape and dtype."""
+        """Layers of `count` blocks; zeros: makes a tensor of a shape and dtype."""
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A tensor of zeros on the device."""

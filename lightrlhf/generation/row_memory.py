@@ -1,8 +1,8 @@
 """Blocks of a paged KV cache for the rows of an open batch: when they start, wait, go on and end.
 
-A row starts with the blocks of the longest known prefix, or with those of a row with the same prompt, and takes further
-ones as it grows. When none is left, those of waiting rows are taken first, then those of the rows that began last; such
-a row is read again later, from what is still known.
+A row starts with the blocks of the longest known prefix, or shares the prompt of another row, and takes further
+ones as it grows. When they run out, waiting rows lose theirs first, then the rows that began last; such a row is
+read again later, from what is still known.
 
 Left out: blocks on disk or in the memory of the host.
 """
@@ -23,7 +23,7 @@ from lightrlhf.generation.tickets import Counts, Row, Shared, Ticket
 from lightrlhf.models.roles import Policy
 
 MOST_PACKED = 2**31  # bytes of packed weights of several policies
-LOOKAHEAD = 32  # columns for which a row takes blocks ahead, so that lists of blocks live for so many steps
+LOOKAHEAD = 32  # columns for which a row takes blocks ahead, so that lists of blocks live as long
 
 
 class RowMemory:
@@ -52,7 +52,7 @@ class RowMemory:
         return self.pages
 
     def _make_runner(self, policy: Policy) -> None:
-        """Pack the weights, and drop those of other policies that are not used when all would take too much memory."""
+        """Pack the weights, and drop other policies' unused ones when all would take too much memory."""
         size = sum(parameter.numel() for parameter in policy.model.parameters()) * 4
         used = {row.ticket.policy for row in self.running}
         for other in [other for other in self.runners if other not in used]:
@@ -129,7 +129,7 @@ class RowMemory:
         row.ticket.order = next(self.numbers)
 
     def make_room(self, count: int, but: Row | None = None) -> bool:
-        """Have so many blocks free, taking those of rows that wait; for a running row (`but`) of newer ones, too."""
+        """Have `count` blocks free, taken from rows that wait; for a running row (`but`) from newer ones, too."""
         assert self.pages is not None
         blocks = self.pages.blocks
         while blocks.room() < count:

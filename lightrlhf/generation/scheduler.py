@@ -7,12 +7,12 @@
 One thread computes, in turns. A turn reads pieces of prompts, at most `PREFILL_TOKENS` of them while others decode, and
 decodes a token of every running row; rows of one policy (an adapter) together, policies one after another. Slots go to
 the request with the fewest running rows, the longest waiting first, and where one has waited a row that had `QUANTUM`
-steps makes room: its blocks stay, so that it goes on later. When blocks run out, those of waiting rows are taken first,
-which are then read again. Prompts are read from the longest known prefix of blocks (`blocks`), once for all rows of a
+steps makes room: its blocks stay, so that it goes on later. When blocks run out, waiting rows lose theirs first, and
+are read again later. Prompts are read from the longest known prefix of blocks (`blocks`), once for all rows of a
 request with the same prompt.
 
 A row's noise is its own, but its bits are not: products with weights may round otherwise with other rows beside it.
-What must not, such as a rollout, is a `Job` of its own (`engine.generate_turns`), which takes turns in the same loop.
+A request whose bits count, such as a rollout, is a separate `Job` (`engine.generate_turns`) with turns in this loop.
 
 Left out: captured steps and sharded models, for which see `graphs` and `engine`.
 """
@@ -35,7 +35,7 @@ QUANTUM = 64  # steps of a row before it makes room for a request that has none
 
 
 class Scheduler:
-    """Samples for all requests in a thread of its own.
+    """Samples for all requests, in one thread.
 
     num_slots: rows that run at a time; cache_bytes: of keys and values; autocast: makes the context of all passes.
     """
@@ -67,7 +67,7 @@ class Scheduler:
         return ticket
 
     def run(self, job: Job) -> Job:
-        """Take the turns of a job among those of requests; its `future` gets the result."""
+        """Take the turns of a job beside requests; its `future` gets the result."""
         self._enter(job)
         return job
 
@@ -107,7 +107,7 @@ class Scheduler:
                 return
             try:
                 self.turn()
-            except Exception as problem:  # a fault of this file: nobody must wait for ever
+            except Exception as problem:  # a fault of this file: no client must wait for ever
                 for ticket in [*self.memory.tickets]:
                     self.batch.fail(ticket, problem)
 

@@ -1,7 +1,7 @@
 """The served model: completions by the scheduler, new weights, adapters by name.
 
-Requests are decoded together, and those of one adapter share prefixes (`generation.scheduler`). A request that brings
-its noise is a batch of its own, one call of `generate` by turns: its choices are bitwise equal to the same call in
+Requests are decoded together, and share prefixes if they name the same adapter (`generation.scheduler`). A request that
+brings its noise is a separate batch, one call of `generate` by turns: its choices are bitwise equal to the same call in
 another process on the same kind of device with as many threads. Weights change when the requests before have ended, and
 those after it wait, so never under a request.
 

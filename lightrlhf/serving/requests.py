@@ -71,7 +71,7 @@ class Completion:
     n: int
     sampling: DecodingArgs
     noise: Tensor  # (prompts x n, max_new_tokens) uniform numbers
-    exact: bool  # they were given, so choices are those of one call of the engine, bit by bit
+    exact: bool  # they were given, so choices are bit by bit as in one call of the engine
     ignore_eos: bool
     allowed: list[int] | None  # the only tokens that may be sampled
     logprobs: bool
