@@ -23,7 +23,7 @@ from lightrlhf.data.responses import read_responses
 from lightrlhf.storage.curves import Curve, columns, curves_of, join_columns, seed_groups
 from lightrlhf.storage.destinations import check_output
 from lightrlhf.storage.results import draw_curves, new_figure, save_figure, usual_metrics
-from lightrlhf.storage.run_dir import labels, read_metrics
+from lightrlhf.storage.run_dir import labels, logged_metrics
 
 PICTURES = (".png", ".pdf", ".svg", ".jpg", ".jpeg", ".eps", ".webp", ".tif", ".tiff")
 
@@ -68,7 +68,7 @@ def run(args: PlotArgs) -> str:
         draw_best_of_n([read_sweep(name) for name in args.responses_file], output)
         print(f"wrote {output}")
         return str(output)
-    by_folder = {folder: columns(read_metrics(folder)) for folder in args.experiment_dir}
+    by_folder = {folder: columns(logged_metrics(folder)) for folder in args.experiment_dir}
     logged = {name for run in by_folder.values() for name in run}
     names = args.metrics or usual_metrics(logged)
     if not names:

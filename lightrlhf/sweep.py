@@ -290,7 +290,7 @@ def why_failed(status: int, log: Path) -> str:
 
 def scores(sweep: Sweep, one: Planned) -> Row:
     """Last and best value of the metric of a finished run, and the step of the best. Raises: RunFailure without one."""
-    metrics = columns(read_logged(one.folder / "metrics.jsonl") or [])
+    metrics = columns(read_logged(one.folder / "metrics.jsonl"))
     if sweep.metric not in metrics:
         known = ", ".join(name for name in metrics if not name.startswith("time/")) or "none"
         raise RunFailure(

@@ -70,7 +70,7 @@ def metrics(folder: str) -> dict[str, Column]:
 
 @functools.lru_cache(maxsize=64)
 def _metrics(path: Path, *written: int) -> dict[str, Column]:
-    return columns(read_logged(path) or [])
+    return columns(read_logged(path))
 
 
 def last_samples(folder: str | None) -> tuple[list[Row], int]:

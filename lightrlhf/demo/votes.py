@@ -74,7 +74,7 @@ def read_votes(path: str | Path) -> list[Vote]:
     Returns no votes if the file does not exist. Raises: UsageError naming file and row when a row is not a vote.
     """
     votes: dict[tuple[str, str], Vote] = {}
-    for number, row in enumerate(read_growing(Path(path)) or [], start=1):
+    for number, row in enumerate(read_growing(Path(path)), start=1):
         missing = [name for name in COLUMNS if not isinstance(row, dict) or name not in row]
         if missing:
             raise UsageError(f"{path}: row {number} is not a vote: it has no {missing[0]!r}")

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -45,17 +46,51 @@ class Curve(NamedTuple):
 
 
 # ------------------------------------------------------------------------------------------------------------ one run
-def columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, Column]:
+class Kind(NamedTuple):
+    """Rows of the same metrics."""
+
+    places: array[int]  # of the rows among all
+    steps: array[int]
+    values: list[array[float]]  # by metric
+
+    @classmethod
+    def of(cls, names: Sequence[str]) -> Kind:
+        return cls(array("q"), array("q"), [array("d") for _ in names])
+
+
+def columns(rows: Iterable[Mapping[str, Any]]) -> dict[str, Column]:
     """Columns of the rows of `metrics.jsonl`; values that are not finite numbers are left out.
 
-    Evaluations are separate rows; of two values of a step the last one counts.
+    Evaluations are separate rows; of two values of a step the last one counts. Memory: 8 bytes a value, 16 a row.
     """
-    found: dict[str, dict[int, float]] = {}
-    for row in rows:
-        for name, value in row.items():
-            if name != "step" and isinstance(value, (int, float)) and math.isfinite(value):
-                found.setdefault(name, {})[row["step"]] = value
-    return {name: column(points) for name, points in found.items()}
+    kinds: dict[tuple[str, ...], Kind] = {}
+    for place, row in enumerate(rows):
+        names = tuple(name for name, value in row.items() if name != "step" and _is_finite(value))
+        kind = kinds.get(names) or kinds.setdefault(names, Kind.of(names))
+        kind.places.append(place)
+        kind.steps.append(row["step"])
+        for name, values in zip(names, kind.values):
+            values.append(row[name])
+    parts: dict[str, list[tuple[Kind, array[float]]]] = {}
+    for names, kind in kinds.items():
+        for name, values in zip(names, kind.values):
+            parts.setdefault(name, []).append((kind, values))
+    return {name: _joined(own) for name, own in parts.items()}
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, (int, float)) and math.isfinite(value)
+
+
+def _joined(parts: Sequence[tuple[Kind, array[float]]]) -> Column:
+    """The column of a metric from all kinds of rows that have it."""
+    arrays = [[np.frombuffer(own, own.typecode) for own in (kind.places, kind.steps, values)] for kind, values in parts]
+    places, steps, values = arrays[0] if len(arrays) == 1 else map(np.concatenate, zip(*arrays))
+    if len(arrays) > 1 or (np.diff(steps) <= 0).any():
+        order = np.lexsort((places, steps))
+        order = order[np.diff(steps[order], append=steps[order[-1]] + 1) > 0]  # the last row of each step
+        steps, values = steps[order], values[order]
+    return Column(steps, values)
 
 
 def column(points: Mapping[int, float]) -> Column:

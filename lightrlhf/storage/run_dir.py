@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
@@ -165,26 +165,32 @@ def choices(folders: Sequence[str]) -> dict[str, tuple[str, str]]:
 
 def read_metrics(experiment_dir: str) -> list[dict[str, Any]]:
     """Rows of `metrics.jsonl`. Raises: UsageError when it is missing."""
+    return list(logged_metrics(experiment_dir))
+
+
+def logged_metrics(experiment_dir: str) -> Iterator[dict[str, Any]]:
+    """Yields what `read_metrics` returns."""
     path = Path(experiment_dir) / "metrics.jsonl"
-    rows = read_logged(path)
-    if rows is None:
+    if not path.is_file():
         reason = why_no_model(path.parent) if path.parent.is_dir() else why_missing(experiment_dir)
         reason = reason or "has no metrics.jsonl"
         raise UsageError(f"--experiment_dir {experiment_dir} {reason}")
-    if not rows:
+    rows = read_logged(path)
+    first = next(rows, None)
+    if first is None:
         raise UsageError(f"{path} has no metrics yet")
-    return rows
+    yield first
+    yield from rows
 
 
-def read_logged(path: Path) -> list[dict[str, Any]] | None:
-    """Rows of a run's log, such as `metrics.jsonl`; None when there is no file.
+def read_logged(path: Path) -> Iterator[dict[str, Any]]:
+    """Yields the rows of a run's log, such as `metrics.jsonl`; none when there is no file.
 
     Raises: UsageError when a row has no step, or as `read_growing` does.
     """
-    rows = read_growing(path)
-    for number, row in enumerate(rows or [], start=1):
+    for number, row in enumerate(read_growing(path), start=1):
         check_logged(row, path, number)
-    return rows
+        yield row
 
 
 def check_logged(row: Any, path: Path, number: int) -> None:
@@ -193,24 +199,26 @@ def check_logged(row: Any, path: Path, number: int) -> None:
         raise UsageError(f"{path}: row {number} has no step, so no run has written it; remove it, or restore the file")
 
 
-def read_growing(path: Path) -> list[dict[str, Any]] | None:
-    """Rows of a JSONL file that another process may be writing; None when there is no file.
+def read_growing(path: Path) -> Iterator[Any]:
+    """Yields the rows of a JSONL file that another process may be writing; none when it cannot be read.
 
     Raises: UsageError when a line other than the last is not JSON.
     """
     try:
-        lines = path.read_bytes().split(b"\n")
+        file = path.open("rb")
     except OSError:
-        return None
-    rows = []
-    lines = [line for line in lines if line.strip()]
-    for number, line in enumerate(lines, start=1):
-        try:
-            rows.append(json.loads(line.decode("utf-8")))
-        except (ValueError, RecursionError):
-            if number < len(lines):
-                raise UsageError(f"{path} line {number} is not JSON") from None
-    return rows
+        return
+    with file:
+        cut = 0  # number of a line that is not JSON
+        for number, line in enumerate(filter(bytes.strip, file), start=1):
+            if cut:
+                raise UsageError(f"{path} line {cut} is not JSON")
+            try:
+                row = json.loads(line.decode("utf-8"))
+            except (ValueError, RecursionError):
+                cut = number
+                continue
+            yield row
 
 
 def make_parent(parent: Path, flag: str) -> Path:

@@ -98,7 +98,7 @@ def draw(sweep: Sweep, rows: Rows, results: Sequence[Result], folder: Path) -> N
     finals: dict[str, list[float]] = {label: [] for label in labels.values()}
     for row in rows:
         if row["status"] == "finished":
-            runs[labels[row["combination"]]].append(columns(read_logged(folder / row["run"] / "metrics.jsonl") or []))
+            runs[labels[row["combination"]]].append(columns(read_logged(folder / row["run"] / "metrics.jsonl")))
             finals[labels[row["combination"]]].append(row["final"])
     colours = _colours(list(runs), by_number)
     better = "lower is better" if sweep.lower_is_better else "higher is better"

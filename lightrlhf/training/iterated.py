@@ -22,9 +22,11 @@ from lightrlhf.models.loading import find_device
 from lightrlhf.models.saving import upload
 from lightrlhf.models.tokenizer import load_tokenizer
 from lightrlhf.storage.checkpoint import checkpoints, final_checkpoint
+from lightrlhf.storage.curves import columns
 from lightrlhf.storage.jsonl import finite_metrics, to_json, write_jsonl
 from lightrlhf.storage.locks import lock_folder
 from lightrlhf.storage.results import in_words
+from lightrlhf.storage.run_dir import read_logged
 from lightrlhf.storage.writing import write_text
 from lightrlhf.training import iterated_dir, launch
 from lightrlhf.training.dry_run import texts_of_sample
@@ -35,7 +37,7 @@ from lightrlhf.training.next_steps import print_next
 from lightrlhf.training.rollout_log import write_iteration
 from lightrlhf.training.run import Metrics, OnStep
 from lightrlhf.training.signals import StopSignals
-from lightrlhf.training.summary import Rows, print_summary
+from lightrlhf.training.summary import print_summary
 
 ON_STEP = "on_step.json"  # in an iteration's folder, the metrics that `on_step` returned
 Args = TypeVar("Args", bound=IteratedArgs)
@@ -217,10 +219,10 @@ class Iterated(Generic[Args]):
             rows.append({**row, **(json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {})})
         write_jsonl(self.directory / "metrics.jsonl", rows)
 
-    def finish(self, rows: Rows = ()) -> Path:
+    def finish(self, with_table: bool = False) -> Path:
         """Upload the last policy if requested, and print that the run is finished, or in one line what is left of it.
 
-        rows: of `metrics.jsonl`, for a table. Returns the experiment dir. Raises: RunFailure when the upload fails.
+        with_table: of `metrics.jsonl`. Returns the experiment dir. Raises: RunFailure when the upload fails.
         """
         args, done = self.args, len(checkpoints(self.directory))
         if args.dry_run:
@@ -230,8 +232,8 @@ class Iterated(Generic[Args]):
             print(f"{done} of {args.iterations} iterations done, left: {self._left}; {resume}")
             return self.directory
         memory = peak_memory(find_device(args.accelerator)) if args.devices == 1 else 0.0  # else of other processes
-        names = dict.fromkeys(name for row in rows for name in row if name != "step")
-        print_summary("policies of the iterations", self.directory, rows, memory, names)
+        logged = columns(read_logged(self.directory / "metrics.jsonl")) if with_table else {}
+        print_summary("policies of the iterations", self.directory, logged, memory, logged)
         print(f"finished in {time.perf_counter() - self._started:.0f} s: {self.directory}", flush=True)
         print_next(self.program, self.directory)
         if args.push_to_hub and done:

@@ -6,9 +6,9 @@ bar has the newest values, `lightrlhf.plot` the curves).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -17,6 +17,7 @@ from lightrlhf.cli.groups import TrainArgs
 from lightrlhf.cli.groups.evaluation import best_metric
 from lightrlhf.models.names import starting_model
 from lightrlhf.storage.checkpoint import BEST, checkpoints
+from lightrlhf.storage.curves import Column, column, columns
 from lightrlhf.storage.results import print_table, usual_metrics
 from lightrlhf.storage.run_dir import is_stage, read_logged
 from lightrlhf.training.best import Best
@@ -24,7 +25,7 @@ from lightrlhf.training.next_steps import print_next
 from lightrlhf.training.order import Order
 from lightrlhf.training.progress import Progress
 
-Rows = Sequence[Mapping[str, Any]]
+Metrics = Mapping[str, Column]  # of `metrics.jsonl`, by name
 
 
 @runtime_checkable
@@ -84,7 +85,8 @@ def print_end(program: str, directory: Path, best: Best, memory: float, seconds:
     See `print_summary`.
     """
     if not is_stage(directory):
-        print_summary(f"lightrlhf.{program}", directory, read_logged(directory / "metrics.jsonl") or [], memory)
+        logged = columns(read_logged(directory / "metrics.jsonl"))
+        print_summary(f"lightrlhf.{program}", directory, logged, memory)
     if best.step is not None:
         link = directory / BEST
         print(f"{best}: {link if link.exists() else 'its checkpoint was deleted'}")
@@ -118,58 +120,56 @@ def describe_steps(num_steps: int, batch_size: int, ranks: int, samples: int, re
     return text + ("" if resumed_at is None else f"; resumes at step {resumed_at:,}")
 
 
-def metric_cells(rows: Rows, names: Iterable[str]) -> list[list[str]]:
-    """First, last and best value of metrics in rows of `metrics.jsonl`, and the step of the best.
+def metric_cells(logged: Metrics, names: Iterable[str]) -> list[list[str]]:
+    """First, last and best value of metrics of `metrics.jsonl`, and the step of the best.
 
     The best is left out where the metric's name does not say which value is better.
     """
     cells = []
     for name in names:
-        values = [(row[name], row["step"]) for row in rows if isinstance(row.get(name), int | float)]
-        if not values:
+        if name not in logged:
             continue
+        steps, values = logged[name]
         best = step = ""
         try:
-            better = min if best_metric(name)[1] else max
-            value, at = better(values, key=lambda one: one[0])
-            best, step = f"{value:.4g}", f"{at:,}"
+            at = values.argmin() if best_metric(name)[1] else values.argmax()
+            best, step = f"{values[at]:.4g}", f"{steps[at]:,}"
         except ValueError:  # neither is better
             pass
-        cells.append([name, f"{values[0][0]:.4g}", f"{values[-1][0]:.4g}", best, step])
+        cells.append([name, f"{values[0]:.4g}", f"{values[-1]:.4g}", best, step])
     return cells
 
 
-def mean_speed(rows: Rows) -> str:
+def mean_speed(logged: Metrics) -> str:
     """Mean of the logged tokens or decisions per second, in words; empty when none was logged."""
     for name, unit in (("time/tokens_per_second", "tokens"), ("time/steps_per_second", "decisions")):
-        values = [row[name] for row in rows if isinstance(row.get(name), int | float)]
-        if values:
-            return f"{sum(values) / len(values):,.0f} {unit} per second of training"
+        if name in logged:
+            return f"{logged[name].values.mean():,.0f} {unit} per second of training"
     return ""
 
 
-def describe_audit(rows: Rows) -> str:
+def describe_audit(logged: Metrics) -> str:
     """How many responses the audit scored and how often it warned, in words; empty without an audit."""
-    audited = [row for row in rows if "audit/valid_ratio" in row]
-    if not audited:
+    if "audit/valid_ratio" not in logged:
         return ""
-    scored = sum(row["audit/valid_ratio"] for row in audited) / len(audited)
-    warned = [f"{row['step']:,}" for row in audited if row.get("audit/warning")]
+    scored = logged["audit/valid_ratio"].values.mean()
+    steps, flags = logged.get("audit/warning", column({}))
+    warned = [f"{step:,}" for step in steps[flags > 0].tolist()]
     warning = f"warned at steps {list_names(warned)}" if warned else "no warning"
     return f"scored {scored:.0%} of the responses; {warning}"
 
 
 def print_summary(
-    title: str, directory: Path, rows: Rows, memory: float = 0.0, names: Iterable[str] | None = None
+    title: str, directory: Path, logged: Metrics, memory: float = 0.0, names: Iterable[str] | None = None
 ) -> None:
     """Print the table of a run that has ended, its audit, speed, most memory of a rank (GiB) and newest checkpoint.
 
-    names: metrics of the table; the usual ones when not given, and no table without rows.
+    names: metrics of the table; the usual ones when not given, and no table without values.
     """
-    logged = {name for row in rows for name in row if name != "step" and not name.startswith("time/")}
-    if cells := metric_cells(rows, usual_metrics(logged) if names is None else names):
+    usual = usual_metrics({name for name in logged if not name.startswith("time/")})
+    if cells := metric_cells(logged, usual if names is None else names):
         print_table(title, ("metric", "first", "last", "best", "at step"), cells)
     newest = checkpoints(directory)[-1:]
-    fields = {"audit": describe_audit(rows), "speed": mean_speed(rows)}
+    fields = {"audit": describe_audit(logged), "speed": mean_speed(logged)}
     fields["memory"] = f"{memory:.2f} GiB at most" if memory else ""
     print(lines(fields | {"checkpoint": str(newest[0]) if newest else ""}), flush=True)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ from lightrlhf.storage.curves import (
     smooth,
     thin,
 )
+from lightrlhf.storage.run_dir import read_logged
 
 
 def experiment(folder: Path, **args: object) -> str:
@@ -37,6 +39,23 @@ def test_columns_are_finite_numbers_by_step_and_the_last_of_a_step_counts():
     found = columns([*rows, {"step": 1, "loss": 4.0}, {"step": 3, "loss": math.inf}])
     assert {name: points(own) for name, own in found.items()} == {"loss": {1: 4.0, 2: 5.0}, "kl": {1: 3.0}}
     assert found["loss"].steps.tolist() == [1, 2] and columns([]) == {}
+
+
+def test_a_value_of_a_long_log_takes_eight_bytes(tmp_path):
+    path, metrics = tmp_path / "metrics.jsonl", 40
+
+    def peak(rows: int) -> int:
+        row = {f"train/metric_{number}": number / 7 for number in range(metrics)}
+        path.write_text("".join(json.dumps({"step": step, **row}) + "\n" for step in range(rows)))
+        tracemalloc.start()
+        found = columns(read_logged(path))
+        assert [len(found["train/metric_1"].steps), len(found)] == [rows, metrics]
+        memory = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        return memory
+
+    few, many = 500, 5000
+    assert (peak(many) - peak(few)) / (many - few) < 1.25 * 8 * (metrics + 2)  # arrays grow ahead
 
 
 def test_of_a_resumed_run_the_last_folder_counts_where_they_share_a_step():

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from lightrlhf import sft
 from lightrlhf.cli.groups import TrainArgs
+from lightrlhf.storage.curves import columns
 from lightrlhf.storage.results import USUAL_METRICS, usual_metrics
 from lightrlhf.training.memory import peak_memory
 from lightrlhf.training.metric_log import IN_PROGRESS_BAR
@@ -92,20 +93,20 @@ def test_the_best_is_the_lowest_or_highest_where_the_name_says_which():
         {"step": 2, "train/loss": 1.0, "objective/score": 2.0, "objective/entropy": 0.5},
         {"step": 3, "train/loss": 2.0, "val/score": 4.0},
     ]
-    assert metric_cells(rows, ["train/loss", "objective/score", "objective/entropy", "val/score"]) == [
+    assert metric_cells(columns(rows), ["train/loss", "objective/score", "objective/entropy", "val/score"]) == [
         ["train/loss", "3", "2", "1", "2"],
         ["objective/score", "-1", "2", "2", "2"],
         ["objective/entropy", "0.5", "0.5", "", ""],
         ["val/score", "4", "4", "4", "3"],
     ]
-    assert metric_cells([], []) == []
+    assert metric_cells({}, []) == []
 
 
 def test_the_audit_that_was_asked_for_is_told_also_where_it_scored_nothing():
-    assert describe_audit([{"step": 1, "train/loss": 1.0}]) == ""
+    assert describe_audit(columns([{"step": 1, "train/loss": 1.0}])) == ""
     rows = [{"step": step, "audit/valid_ratio": 0.5, "audit/warning": float(step > 8)} for step in range(1, 11)]
-    assert all(fact in describe_audit(rows) for fact in ("50%", "9, 10"))
-    assert "0%" in describe_audit([{"step": 1, "audit/valid_ratio": 0.0, "audit/warning": 0.0}])
+    assert all(fact in describe_audit(columns(rows)) for fact in ("50%", "9, 10"))
+    assert "0%" in describe_audit(columns([{"step": 1, "audit/valid_ratio": 0.0, "audit/warning": 0.0}]))
 
 
 def test_the_usual_metrics_are_one_list():
@@ -120,7 +121,6 @@ def test_the_words_of_a_line():
     assert describe_steps(1000, 16, 2, 8, 0) == (
         "1,000 of 32 rows (16 on each rank), 8 samples of each; resumes at step 0"
     )
-    assert mean_speed([{"step": 1, "time/tokens_per_second": 10.0}, {"step": 2, "time/tokens_per_second": 30.0}]) == (
-        "20 tokens per second of training"
-    )
-    assert mean_speed([{"step": 1}]) == "" and 0.01 < peak_memory(device) < 1000
+    speeds = columns({"step": step, "time/tokens_per_second": speed} for step, speed in ((1, 10.0), (2, 30.0)))
+    assert mean_speed(speeds) == "20 tokens per second of training"
+    assert mean_speed({}) == "" and 0.01 < peak_memory(device) < 1000
