@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 
@@ -33,14 +33,16 @@ from lightrlhf.cli.parser import parse
 from lightrlhf.data import batch, splits
 from lightrlhf.data.types import Tokenizer
 from lightrlhf.generation import dialogue_pairs, samplers, users
+from lightrlhf.generation import dialogues as talks
 from lightrlhf.generation.dialogue_pairs import INVALID_REWARD, SIDES, side_of
 from lightrlhf.generation.dialogues import Dialogue, User, as_row, load_dialogues, roll_out, score_turns, share_columns
 from lightrlhf.models.loading import find_device, load_policy
-from lightrlhf.models.roles import Policy, vocabulary_size
+from lightrlhf.models.roles import Policy
 from lightrlhf.models.tokenizer import store_tokenizer
 from lightrlhf.rewards import functions, loading, scorers
 from lightrlhf.storage import jsonl, run_dir, writing
 from lightrlhf.storage.jsonl import Row
+from lightrlhf.storage.lazy import Lazy
 from lightrlhf.storage.seals import sha256
 from lightrlhf.training import iterated, iterated_dir, model_card, provenance
 from lightrlhf.training.iterated import Iterated, Iteration, Stage
@@ -117,7 +119,7 @@ def train(
             Stage("train", "policy", train_iteration),
         )
         run.do(stages, lambda it: evaluate(it, rows_of, user, reward), report, on_step, only=args.stage)
-        return run.finish(run_dir.read_logged(run.directory / "metrics.jsonl") or [])
+        return run.finish(with_table=True)
 
 
 def require_stage(path: Path, stage: str) -> None:
@@ -126,13 +128,13 @@ def require_stage(path: Path, stage: str) -> None:
         raise UsageError(f"{path} does not exist; run --stage {stage} first, or --stage all")
 
 
-def rows_of_stage(path: Path, stage: str, size: int | None = None) -> list[Row]:
-    """All rows of the file that a stage writes; size: how many it has, by default as its settings say.
+def rows_of_stage(path: Path, stage: str, size: int | None = None) -> Sequence[Row]:
+    """All rows of the file that a stage writes, read when they are needed; size: how many, by default by its settings.
 
     Raises: UsageError when the stage has not been run, or was interrupted.
     """
     require_stage(path, stage)
-    rows = jsonl.read_jsonl(path, may_be_cut=True)
+    rows = jsonl.open_jsonl(path, may_be_cut=True)
     if size is None:
         size = int(json.loads(path.with_suffix(".args.json").read_text(encoding="utf-8"))["num_rows"])
     if len(rows) < size:
@@ -144,7 +146,7 @@ def load_frozen(args: IterativeRefuelArgs, source: str, tokenizer: Tokenizer, ro
     """A policy in eval mode that knows the tokens of these dialogues."""
     frozen = FrozenArgs(trust_remote_code=args.trust_remote_code)
     policy = load_policy(source, frozen, tokenizer).eval().to(find_device(args.accelerator))
-    splits.check_vocabulary([{"input_ids": row.input_ids} for row in rows], vocabulary_size(policy), args.data_dir)
+    talks.check_embedded(rows, policy, args.data_dir)
     return policy
 
 
@@ -153,7 +155,7 @@ def generate_dialogues(it: Iteration[IterativeRefuelArgs], rows: Sequence[Dialog
     """Write `dialogues.jsonl`: two dialogues a line that share a prefix, with the trained turn and the horizon."""
     args, size = it.args, it.args.num_data or len(rows)
     indices = range((it.number - 1) * size, it.number * size)
-    openings = [dialogue_pairs.nth_opening(rows, index, args.seed) for index in indices]
+    openings = Lazy(indices, lambda index: dialogue_pairs.nth_opening(rows, index, args.seed))
     with jsonl.JsonlWriter(it.folder / "dialogues.jsonl", {"iteration": it.number, "num_rows": size}) as writer:
         if len(writer.rows) < size:
             policy = load_frozen(args, it.policy, it.tokenizer, rows)
@@ -194,7 +196,7 @@ def score_pairs(scorer: scorers.GroupScorer, rows: Sequence[Row]) -> list[Row]:
 def first_samples(it: Iteration[IterativeRefuelArgs], number: int) -> list[Row]:
     """Both sides of the first dialogues of an iteration and their scores, as rows of `rollouts.jsonl`."""
     files = [it.folder / name for name in ("dialogues.jsonl", "rewards.jsonl")]
-    rows, rewards = (jsonl.read_jsonl(file, may_be_cut=True) for file in files)
+    rows, rewards = (jsonl.open_jsonl(file, may_be_cut=True) for file in files)
     logged = []
     for group, (row, scores) in enumerate(zip(rows[:number], rewards)):
         for side in SIDES:
@@ -218,12 +220,12 @@ def tokenize(it: Iteration[IterativeRefuelArgs]) -> None:
     rows = rows_of_stage(folder / "dialogues.jsonl", "generate")
     rewards = rows_of_stage(folder / "rewards.jsonl", "rank", len(rows))
     counts: Counter[str] = Counter()
-    by_split: dict[str, list[Row]] = {"train": [], "validation": [], "test": []}
-    for row, scores in zip(rows, rewards, strict=True):
+    by_split: dict[str, list[int]] = {"train": [], "validation": [], "test": []}  # places
+    for place, (row, scores) in enumerate(zip(rows, rewards, strict=True)):
         pair = dialogue_pairs.make_pair(args, row, scores)
         counts["pairs" if isinstance(pair, dict) else pair] += 1
         if isinstance(pair, dict):
-            by_split["train" if args.dry_run else dialogue_pairs.split_of(args, row)].append(pair)  # a dry run has few
+            by_split["train" if args.dry_run else dialogue_pairs.split_of(args, row)].append(place)  # a dry run has few
     summary = ", ".join(f"{count:,} {reason}" for reason, count in counts.most_common())
     if not by_split["train"]:
         has_collapsed = it.number > 1 and set(counts) == {"the same reply twice"}
@@ -232,13 +234,17 @@ def tokenize(it: Iteration[IterativeRefuelArgs]) -> None:
         )
     for split, members in by_split.items():
         if members:
-            splits.save_split(folder / "pairs", "refuel", split, members)
+            pairs = Lazy(members, lambda place: dialogue_pairs.make_pair(args, rows[place], rewards[place]))
+            splits.save_split(folder / "pairs", "refuel", split, cast(Lazy[Row], pairs))
     with writing.writing(folder / "pairs" / "tokenizer"):
         store_tokenizer(it.tokenizer, folder / "pairs")
-    firsts = [scores["first"] for scores in rewards]
     results: Row = {"counts": dict(counts), "rows": {split: len(members) for split, members in by_split.items()}}
     results["reward_queries"] = sum(len(scores[side]) for scores in rewards for side in SIDES)
-    results["score_by_turn"] = [iterated.mean(s[h] for s in firsts if len(s) > h) for h in range(max(map(len, firsts)))]
+    by_turn: dict[int, list[float]] = {}
+    for scores in rewards:
+        for turn, score in enumerate(scores["first"]):
+            by_turn.setdefault(turn, []).append(score)
+    results["score_by_turn"] = [iterated.mean(turn) for turn in by_turn.values()]
     writing.write_text(folder / "pairs" / "report.json", json.dumps(results, indent=1))
     print(f"{folder / 'pairs'}: {summary}")
 

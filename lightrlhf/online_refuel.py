@@ -16,7 +16,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -27,8 +27,8 @@ from lightrlhf.cli.fields import at_least
 from lightrlhf.cli.groups import EvalIntervalArgs, RolloutLogArgs, ServerArgs
 from lightrlhf.cli.parser import parse
 from lightrlhf.data.batch import dialogue_pair_batch, mix_seed
+from lightrlhf.data.flat import Rows, chained
 from lightrlhf.data.rows import Splits
-from lightrlhf.data.splits import check_vocabulary
 from lightrlhf.data.types import Tokenizer
 from lightrlhf.generation import dialogue_pairs, samplers, users
 from lightrlhf.generation import dialogues as talks
@@ -130,35 +130,33 @@ def load_splits(
         splits = ("train", "validation") if args.eval_dialogues and args.eval_interval else ("train",)
         dialogues = {split: talks.load_dialogues(args.data_dir, split, args.verify) for split in splits}
     rows = talks.share_columns(dialogues)
-    return Splits([rows["train"]], rows.get("validation", []))
+    return Splits([rows["train"]], rows.get("validation", chained([])))
 
 
 def check_dialogues(args: OnlineRefuelArgs, policy: roles.Policy, rows: Sequence[Dialogue]) -> None:
     """Raises: UsageError when the model has no embedding for a token of the dialogues."""
-    check_vocabulary([{"input_ids": row.input_ids} for row in rows], roles.vocabulary_size(policy), args.data_dir)
+    talks.check_embedded(rows, policy, args.data_dir)
 
 
-def with_room(run: Run[OnlineRefuelArgs], policy: roles.Policy, rows: Sequence[Dialogue]) -> list[Dialogue]:
+def with_room(run: Run[OnlineRefuelArgs], policy: roles.Policy, rows: Sequence[Dialogue]) -> Sequence[Dialogue]:
     """The dialogues that fit into the model's positions and `--total_length` with turns of maximal length.
 
     Raises: UsageError when none of them does.
     """
     args = run.args
     if not rows:
-        return []
-
-    def longest(row: Dialogue) -> int:
-        return len(row.input_ids) + sum(max(args.max_new_tokens - (end - start), 0) for start, end in row.turn_spans)
-
-    fitting = [row for row in rows if longest(row) <= min(talks.max_positions(policy), args.total_length)]
-    if not fitting:
+        return rows
+    fits = talks.longest_lengths(rows, args.max_new_tokens) <= min(talks.max_positions(policy), args.total_length)
+    if not fits.any():
         raise UsageError(
             f"--max_new_tokens {args.max_new_tokens} in each turn does not fit into --total_length {args.total_length} "
             f"or the model's positions for any dialogue of {args.data_dir}; give fewer"
         )
-    if len(fitting) < len(rows):
-        run.print0(f"{len(rows) - len(fitting):,} of {len(rows):,} dialogues could become too long and are left out")
-    return fitting
+    if fits.all():
+        return rows
+    run.print0(f"{int((~fits).sum()):,} of {len(rows):,} dialogues could become too long and are left out")
+    places, chosen = fits.nonzero()[:, 0], chained([rows])
+    return cast(Sequence[Dialogue], chosen.select(places) if isinstance(chosen, Rows) else [rows[i] for i in places])
 
 
 # --------------------------------------------------------------------------------------------------------- roll-outs

@@ -128,7 +128,8 @@ class View(Rows):
     """Rows of several parts one after the other, or some of them in any order, changed as they are read.
 
     places: (N,) int64 among the rows of all parts; None: all. change: returns a row's changed copy; key: names the
-    change in the digest. columns: numbers (N,) that the rows get; of a field of `texts` the changed lengths.
+    change in the digest. columns: numbers (N,) that the rows get; of a field of `texts` the changed lengths. added:
+    facts of what the change adds.
     """
 
     def __init__(
@@ -138,8 +139,9 @@ class View(Rows):
         change: Callable[[Row], Row] | None = None,
         key: str = "",
         columns: Mapping[str, Tensor] | None = None,
+        added: Facts | None = None,
     ) -> None:
-        self.parts, self.places, self.change, self.key = list[Any](parts), places, change, key
+        self.parts, self.places, self.change, self.key, self.added = list[Any](parts), places, change, key, added
         self.columns, self.shared = dict(columns or {}), dict[str, Any]()
         self.ends = list(accumulate(map(len, self.parts)))
         self.texts = next((part.texts for part in self.parts if isinstance(part, Rows)), ())
@@ -166,6 +168,7 @@ class View(Rows):
 
     def facts(self) -> Facts:
         first, *others = (part.facts() for part in self.parts if len(part))
+        others += [self.added] if self.added else []
         for other in others:
             first = first.merge(other)
         return first

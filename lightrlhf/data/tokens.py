@@ -25,6 +25,7 @@ from lightrlhf.data.chat import (
     shown_messages,
     shown_tools,
 )
+from lightrlhf.data.flat import Facts, Rows, View
 from lightrlhf.data.rendering import Unrendered, left_out_of_answer, left_out_of_prompt, render
 from lightrlhf.data.splits import Row
 from lightrlhf.data.thinking import Asked, answer_behind
@@ -327,17 +328,23 @@ def pair_prompt(
     tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], first: Sequence[int], second: Sequence[int]
 ) -> list[int]:
     """Input ids of a pair-preference model, whose score is the logit that the first response is the better one."""
-    marks = [tokenizer(mark, add_special_tokens=False)["input_ids"] for mark in ("\n\n[A]", "\n\n[B]", "\n\n[?]")]
+    marks = pair_marks(tokenizer)
     return [*prompt, *marks[0], *first, *marks[1], *second, *marks[2]]
 
 
-def pair_rows(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row]) -> list[Row]:
+def pair_marks(tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    """Ids before the first response of a pair, before the second one, and at the end."""
+    return [tokenizer(mark, add_special_tokens=False)["input_ids"] for mark in ("\n\n[A]", "\n\n[B]", "\n\n[?]")]
+
+
+def pair_rows(tokenizer: PreTrainedTokenizerBase, rows: Rows) -> Rows:
     """Preference rows for a pair-preference model: both orders of the two responses, the better one first in `chosen`.
 
-    As in other preference rows, the score of `chosen` must be the higher one, so all code for those applies.
+    As in other preference rows, the score of `chosen` must be the higher one, so all code for those applies. Each row
+    is made when it is read.
     """
-    pairs = []
-    for row in rows:
+
+    def both_orders(row: Row) -> Row:
         start = row["prompt_len"]
         chosen, rejected = (torch.as_tensor(row[f"{side}_input_ids"]).tolist() for side in ("chosen", "rejected"))
         prompt, better, worse = chosen[:start], chosen[start:], rejected[start:]
@@ -345,8 +352,14 @@ def pair_rows(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row]) -> list[R
             "chosen_input_ids": pair_prompt(tokenizer, prompt, better, worse),
             "rejected_input_ids": pair_prompt(tokenizer, prompt, worse, better),
         }
-        pairs.append({**row, **sides})
-    return pairs
+        return {**row, **sides}
+
+    if not len(rows):
+        return rows
+    marks = [index for ids in pair_marks(tokenizer) for index in ids]
+    lengths = rows.lengths() - rows.column("prompt_len") + len(marks)  # of the prompt, once, and both responses
+    columns = dict.fromkeys(rows.texts, lengths)
+    return View([rows], None, both_orders, f"pairs {marks}", columns, Facts(min(marks), max(marks), 0, {}))
 
 
 def spelled_control(tokenizer: PreTrainedTokenizerBase, text: str) -> str | None:

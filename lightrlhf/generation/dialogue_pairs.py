@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from lightrlhf.cli.fields import at_least
 from lightrlhf.cli.groups import RunArgs, SamplingArgs
@@ -50,12 +51,12 @@ class PairArgs(RunArgs, SamplingArgs, UserArgs, DialogueArgs):
 def nth_opening(rows: Sequence[Dialogue], place: int, seed: int) -> Dialogue:
     """Item `place` of an infinite seeded shuffle; its `index` is set to `place`, so it is unique."""
     epoch, within = divmod(place, len(rows))
-    return dataclasses.replace(rows[_order(len(rows), seed, epoch)[within]], index=place)
+    return dataclasses.replace(rows[int(_order(len(rows), seed, epoch)[within])], index=place)
 
 
 @functools.cache
-def _order(num_rows: int, seed: int, epoch: int) -> list[int]:
-    return epoch_order(num_rows, seed, epoch).tolist()
+def _order(num_rows: int, seed: int, epoch: int) -> Tensor:
+    return epoch_order(num_rows, seed, epoch)
 
 
 def sample_turn(args: PairArgs, index: int, num_turns: int, num_prefixes: int) -> tuple[int, int]:

@@ -13,21 +13,24 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
+from torch import Tensor
 
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.cli.fields import at_least, flag
 from lightrlhf.cli.groups import RewardArgs, SamplingArgs
+from lightrlhf.data import flat
 from lightrlhf.data.batch import mix_seed, seeded_noise
+from lightrlhf.data.flat import Facts, FlatRows, Rows
 from lightrlhf.data.rendering import render
-from lightrlhf.data.splits import Row, load_split
+from lightrlhf.data.splits import Row, check_vocabulary, load_split
 from lightrlhf.data.tokens import decode, encode_text
 from lightrlhf.data.turn_ends import turn_end
 from lightrlhf.data.types import Tokenizer
 from lightrlhf.generation.samplers import Sampler, local_sampler
-from lightrlhf.models.roles import Policy
+from lightrlhf.models.roles import Policy, vocabulary_size
 from lightrlhf.rewards.encoding import Messages, Sample
 from lightrlhf.rewards.scorers import GroupScorer
 
@@ -119,25 +122,70 @@ def from_row(row: Row, index: int, columns: dict[str, Any]) -> Dialogue:
     return Dialogue(index, columns=columns, **{**row, "turn_spans": [tuple(span) for span in row["turn_spans"]]})
 
 
-def load_dialogues(data_dir: str, split: str, verify: bool = True) -> list[Dialogue]:
+class Dialogues(Rows):
+    """The dialogues of a split, each made when it is read."""
+
+    def __init__(self, rows: FlatRows) -> None:
+        self.rows, self.texts = rows, rows.texts
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def row(self, index: int) -> Any:
+        row = self.rows[index]
+        user_turns = [message["content"] for message in row["messages"] if message["role"] == "user"]
+        columns = {**row.get("columns", {}), "user_turns": user_turns}
+        ids, spans = row["input_ids"].tolist(), row["turn_spans"]
+        return Dialogue(index, row["messages"], ids, spans, [False] * len(spans), columns)
+
+    def column(self, name: str) -> Tensor:
+        return self.rows.column(name)
+
+    def facts(self) -> Facts:
+        return self.rows.facts()
+
+    def digest(self) -> str:
+        return self.rows.digest()
+
+    def share(self, names: Mapping[str, Any]) -> None:
+        self.rows.share(names)
+
+
+def load_dialogues(data_dir: str, split: str, verify: bool = True) -> Sequence[Dialogue]:
     """The dialogues of `dialogue_{split}.pt`, in order; each ends with an assistant turn.
 
     A column `user_turns` holds the user messages, for `recorded_user`.
     """
-    dialogues = []
-    for index, row in enumerate(load_split(data_dir, "dialogue", split, verify)):
-        user_turns = [message["content"] for message in row["messages"] if message["role"] == "user"]
-        spans = [(int(start), int(end)) for start, end in row["turn_spans"]]
-        columns = {**row.get("columns", {}), "user_turns": user_turns}
-        ids = torch.as_tensor(row["input_ids"]).tolist()
-        dialogues.append(Dialogue(index, row["messages"], ids, spans, [False] * len(spans), columns))
-    return dialogues
+    rows: Any = load_split(data_dir, "dialogue", split, verify)
+    return cast(Sequence[Dialogue], Dialogues(rows))
 
 
-def share_columns(dialogues: Mapping[str, Sequence[Dialogue]]) -> dict[str, list[Dialogue]]:
+def share_columns(dialogues: Mapping[str, Sequence[Dialogue]]) -> dict[str, Sequence[Dialogue]]:
     """Dialogues by split, with the same columns in each, None where one is missing, since functions get all of them."""
+    stored: list[Any] = [ones for ones in dialogues.values() if isinstance(ones, Rows)]
+    if len(stored) == len(dialogues):
+        flat.share_columns(stored)
+        return dict(dialogues)
     names: Row = dict.fromkeys(name for ones in dialogues.values() for one in ones for name in one.columns)
     return {split: [replace(one, columns=names | one.columns) for one in ones] for split, ones in dialogues.items()}
+
+
+def check_embedded(dialogues: Sequence[Dialogue], policy: Policy, where: str) -> None:
+    """Raises: UsageError naming `where` when the model has no embedding for a token of the dialogues."""
+    rows: Any = dialogues if isinstance(dialogues, Rows) else [{"input_ids": one.input_ids} for one in dialogues]
+    check_vocabulary(rows, vocabulary_size(policy), where)
+
+
+def longest_lengths(dialogues: Sequence[Dialogue], max_new_tokens: int) -> Tensor:
+    """Tokens (N,) of each dialogue if its assistant turns were at least of `max_new_tokens`."""
+    if not isinstance(dialogues, Dialogues):
+        missing = [sum(max(max_new_tokens - (b - a), 0) for a, b in one.turn_spans) for one in dialogues]
+        return torch.tensor([len(one.input_ids) for one in dialogues]) + torch.tensor(missing)
+    spans = dialogues.rows.ragged["turn_spans"]
+    ends = spans.values.unflatten(0, (-1, 2)).long()
+    rows = torch.repeat_interleave(torch.arange(len(dialogues)), spans.lengths() // 2)
+    missing_of_turns = (max_new_tokens - (ends[:, 1] - ends[:, 0])).clamp(min=0)
+    return dialogues.column("input_ids").index_add(0, rows, missing_of_turns)
 
 
 def user_turn_ids(tokenizer: Tokenizer, text: str) -> list[int]:

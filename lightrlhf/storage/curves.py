@@ -82,9 +82,13 @@ def _is_finite(value: Any) -> bool:
     return isinstance(value, (int, float)) and math.isfinite(value)
 
 
+def _view(values: array[Any]) -> NDArray[Any]:
+    return np.frombuffer(values, values.typecode)
+
+
 def _joined(parts: Sequence[tuple[Kind, array[float]]]) -> Column:
     """The column of a metric from all kinds of rows that have it."""
-    arrays = [[np.frombuffer(own, own.typecode) for own in (kind.places, kind.steps, values)] for kind, values in parts]
+    arrays = [(_view(kind.places), _view(kind.steps), _view(values)) for kind, values in parts]
     places, steps, values = arrays[0] if len(arrays) == 1 else map(np.concatenate, zip(*arrays))
     if len(arrays) > 1 or (np.diff(steps) <= 0).any():
         order = np.lexsort((places, steps))

@@ -45,14 +45,17 @@ def read_jsonl(path: str | Path, needs: Sequence[str] = (), may_be_cut: bool = F
 
 
 def open_jsonl(
-    path: str | Path, needs: Sequence[str] = (), each: Callable[[int, Row], object] | None = None
+    path: str | Path,
+    needs: Sequence[str] = (),
+    each: Callable[[int, Row], object] | None = None,
+    may_be_cut: bool = False,
 ) -> JsonlRows:
     """As `read_jsonl`, but a sequence that reads rows from the file when they are needed, for large files.
 
     Each row is checked once; each: called with its number, from 1, and the row.
     """
     path = Path(path)
-    _check_file(path, may_be_cut=False)
+    _check_file(path, may_be_cut)
 
     def starts() -> Iterator[int]:
         for number, (start, row) in enumerate(_parsed(path, needs), start=1):

@@ -65,10 +65,11 @@ class Beginning:
 
     def fix_rows(self, rows: Sequence[Any], batch_size: int, source: str) -> None:
         """Fix the rows of the run and the number of rows per step on each rank."""
-        if isinstance(rows, Rows) and ", sha256 " in str(self.before.get("began", {}).get("rows")):
-            rows = rows.to_list()  # a run of an earlier version, which hashed rows one by one
+        before = str(self.before.get("began", {}).get("rows"))
         is_given = bool({"rows", "prompts", "dialogues"} & self.given.keys())  # then `check_given` has compared them
-        self.fix("rows", f"{len(rows)} rows" if is_given else describe_rows(rows), f"the content of {source} is")
+        self.fix(
+            "rows", f"{len(rows)} rows" if is_given else describe_rows(rows, before), f"the content of {source} is"
+        )
         self.fix("rows_of_a_step", batch_size * self.ranks, "the number of rows of a step is")
 
     def as_stored(self) -> dict[str, Any]:
@@ -96,9 +97,12 @@ class Beginning:
         return f"; changed: {changed}" if changed else ""
 
 
-def describe_rows(rows: Sequence[Any]) -> str:
-    """The number of rows and their hash, for errors and `args.json`."""
-    if isinstance(rows, Rows):
+def describe_rows(rows: Sequence[Any], before: str = "") -> str:
+    """The number of rows and their hash, for errors and `args.json`.
+
+    before: what is compared with it; rows that a file holds were hashed one by one in earlier versions.
+    """
+    if isinstance(rows, Rows) and ", sha256 " not in before:
         return f"{len(rows)} rows, digest {rows.digest()[:16]}"
     return f"{len(rows)} rows, sha256 {hash_rows(rows)}"
 

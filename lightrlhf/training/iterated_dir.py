@@ -194,7 +194,8 @@ def _check_resumed(
     if "initial" not in stored or "began" not in stored:
         path = directory / "args.json"
         raise UsageError(f"{path} does not say with which policy and data the run began; restore it")
-    before, now = stored["began"], describe_rows(rows or ())
+    before = stored["began"]
+    now = describe_rows(rows or (), str(before["rows"]))
     remedy = f"{RESTORE}, or start a new run from one of its policies"
     if rows is not None and before["rows"] not in (None, now):  # a stage that reads no rows noted none
         raise UsageError(f"{source}: the content of {args.data_dir} is {now}, and was {before['rows']}; {remedy}")
