@@ -21,6 +21,7 @@ import math
 import random
 import sys
 import time
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -118,7 +119,7 @@ def run(args: CheckRewardArgs) -> list[dict[str, Any]]:
     for path in args.reward_function:
         load_function(path, "--reward_function")
     check_data_dir(args)
-    groups = by_task(args, read_rows(args))
+    groups = read_rows(args)
     for task in [task for task, rows in groups.items() if rows[0]["answer"] is None]:
         skipped = ", ".join(name for name, case in CASES.items() if case.needs_answer)
         print(f"skipped{task and ' for '}{task}: {skipped}; the data has no column {' or '.join(ANSWERS)}")
@@ -136,31 +137,38 @@ def run(args: CheckRewardArgs) -> list[dict[str, Any]]:
 
 
 # ------------------------------------------------------------------------------------------------------------ the data
-def read_rows(args: CheckRewardArgs) -> list[Row]:
-    """Prompts as text with `columns` and the right `answer`, None without one."""
-    tokenizer = load_tokenizer(args.data_dir, verify=args.verify)
-    rows = []
-    for index, row in enumerate(load_prompts(args.data_dir, args.split, args.verify)):
-        given = [str(row["columns"][name]) for name in ANSWERS if row["columns"].get(name) is not None]
-        prompt = decode(tokenizer, [int(token) for token in row["input_ids"]])
-        rows.append({"index": index, "prompt": prompt, "columns": row["columns"], "answer": next(iter(given), None)})
-    return rows
-
-
-def by_task(args: CheckRewardArgs, rows: Sequence[Row]) -> dict[str, list[Row]]:
+def read_rows(args: CheckRewardArgs) -> dict[str, list[Row]]:
     """`--num_prompts` random rows of each task, in their order; one group without a name where there are no tasks.
 
-    Rows without an answer are left out where others of their task have one.
+    A row has its prompt as text, its `columns` and the right `answer`, None without one. Rows without an answer are
+    left out where others of their task have one.
     """
-    groups: dict[str, list[Row]] = {}
-    for row in rows:
-        groups.setdefault(str(row["columns"].get("task") or ""), []).append(row)
+    tokenizer = load_tokenizer(args.data_dir, verify=args.verify)
+    prompts = load_prompts(args.data_dir, args.split, args.verify)
+    places: dict[str, tuple[array[int], array[int]]] = {}  # of all rows of a task, and of those with an answer
+    for index, row in enumerate(prompts):
+        every, answered = places.setdefault(str(row["columns"].get("task") or ""), (array("q"), array("q")))
+        every.append(index)
+        if answer_of(row) is not None:
+            answered.append(index)
     rng = random.Random(args.seed)
-    for task, members in groups.items():
-        members = [row for row in members if row["answer"] is not None] or members
+    groups: dict[str, list[Row]] = {}
+    for task, (every, answered) in places.items():
+        members = answered or every
         chosen = rng.sample(range(len(members)), min(args.num_prompts, len(members)))
-        groups[task] = [members[place] for place in sorted(chosen)]
+        groups[task] = []
+        for index in (members[place] for place in sorted(chosen)):
+            row = prompts[index]
+            prompt = decode(tokenizer, [int(token) for token in row["input_ids"]])
+            known = {"index": index, "prompt": prompt, "columns": row["columns"], "answer": answer_of(row)}
+            groups[task].append(known)
     return groups
+
+
+def answer_of(row: Row) -> str | None:
+    """The right answer of a prompt, None without one."""
+    given = (row["columns"].get(name) for name in ANSWERS)
+    return next((str(value) for value in given if value is not None), None)
 
 
 # ---------------------------------------------------------------------------------------------------------- the checks

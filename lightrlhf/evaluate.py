@@ -48,6 +48,7 @@ from lightrlhf.models.tokenizer import load_tokenizer
 from lightrlhf.rewards import encoding, loading, scorers
 from lightrlhf.rewards.rewards import Rewards
 from lightrlhf.storage.destinations import check_output
+from lightrlhf.storage.jsonl import Records
 from lightrlhf.storage.results import cell, check_results, print_table, write_results
 from lightrlhf.storage.run_dir import is_experiment_dir, read_arg, short_name
 
@@ -138,15 +139,19 @@ def evaluate_models(args: EvaluateArgs, device: torch.device) -> list[dict[str, 
         return harnesses.write_for(args, args.harness, data_dir, device)
     by = "gold" if read_arg(data_dir, "judge") else "reward" if args.has_rewards else None  # what decides who wins
     rows: list[dict[str, Any]] = []
-    baseline: list[dict[str, Any]] = []  # records of the first experiment
+    baseline: responses.Tally | None = None  # of the first experiment
     for name in args.model_names:
-        is_reward_model = holds_reward_model(resolve(name, "--model_name"))
-        result, records = (evaluate_reward_model if is_reward_model else evaluate_policy)(args, name, data_dir, device)
-        rows.append({"model": short_name(name), **result})
-        if baseline and by and not is_reward_model:
-            rows[-1] |= responses.win_rates(records, baseline, by, args.seed)
-        if len(rows) == 1 + args.use_pretrained and not is_reward_model:
-            baseline = records
+        records = frame.records_of(args, name)
+        if holds_reward_model(resolve(name, "--model_name")):
+            rows.append({"model": short_name(name), **evaluate_reward_model(args, name, data_dir, device, records)})
+        else:
+            tally = responses.Tally(by)
+            result = evaluate_policy(args, name, data_dir, device, records, tally)
+            rows.append({"model": short_name(name), **result})
+            if baseline and by:
+                rows[-1] |= responses.win_rates(tally, baseline, args.seed)
+            if len(rows) == 1 + args.use_pretrained:
+                baseline = tally
         frame.write(args, name, args.split, rows[-1], records)
     return rows
 
@@ -160,27 +165,30 @@ def make_rewards(args: EvaluateArgs, device: torch.device, grouped: bool = False
 
 def evaluate_files(args: EvaluateArgs, device: torch.device) -> list[dict[str, Any]]:
     """Score the responses of files, by the flags' rewards, else by those in the files; returns a row per file."""
-    files = {path: responses.read_records(path, args.num_samples) for path in args.responses_file}
-    first, (baseline, _) = next(iter(files.items()))
-    for path, (records, _) in files.items():
-        responses.check_same_prompts(records, baseline, path, first)
-        if not args.has_rewards and any("reward" not in record for record in records):
-            raise UsageError(f"{path} has no rewards yet; give --reward_function or --rm_experiment_dir")
+    files = [responses.Given(path, args.num_samples) for path in args.responses_file]
+    for file in files:
+        file.check_same_prompts(files[0])
+        file.check_counts(args.pass_k)
+        if not (args.has_rewards or file.has_rewards):
+            raise UsageError(f"{file.path} has no rewards yet; give --reward_function or --rm_experiment_dir")
     rewards = make_rewards(args, device) if args.has_rewards else None
     rows: list[dict[str, Any]] = []
-    for path, (records, samples) in files.items():
-        row = {"model": Path(path).stem, **responses.describe(samples)}
-        scored, records = (
-            responses.score_records(rewards, samples, records) if rewards else (responses.mean_reward(records), records)
-        )
-        passes, records = responses.pass_rates(records, args.pass_k, args.pass_threshold)
-        row |= scored | passes
-        if rows:
-            row |= responses.win_rates(records, baseline, "reward", args.seed)
-        else:
-            baseline = records
+    baseline: responses.Tally | None = None
+    for file in files:
+        folder = Path(file.path).parent
+        records, tally = Records(None if args.dry_run else folder / "eval"), responses.Tally("reward")
+        lengths, scoring = responses.Lengths(), responses.Scoring(rewards)
+        for given, samples in file.parts(answers.PART):
+            for sample in samples:
+                lengths.add(sample)
+            part = responses.mark_passed(scoring(samples, given), args.pass_k, args.pass_threshold)
+            records.extend(tally.add(part))
+        row = {"model": Path(file.path).stem, **lengths.results(), **scoring.results()}
+        row |= responses.pass_rates(tally, args.pass_k, args.pass_threshold)
+        row |= responses.win_rates(tally, baseline, args.seed) if baseline else {}
+        baseline = baseline or tally
         rows.append(row)
-        write_results(Path(path).parent, args.results_name(path), row, records, to_dict(args))
+        write_results(folder, args.results_name(file.path), row, records, to_dict(args))
     return rows
 
 
@@ -207,41 +215,33 @@ def evaluate_ranking(args: EvaluateArgs, path: str, device: torch.device) -> lis
 
 # -------------------------------------------------------------------------------------------------- language models
 def evaluate_policy(
-    args: EvaluateArgs, name: str, data_dir: str, device: torch.device
-) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Results of a language model and one record per prompt (prompt, response, scores)."""
+    args: EvaluateArgs, name: str, data_dir: str, device: torch.device, records: Records, tally: responses.Tally
+) -> dict[str, Any]:
+    """Results of a language model; adds one record per response (prompt, response, scores)."""
     policy, tokenizer = frame.load_evaluated(args, name, data_dir, device)
     results = on_demonstrations(args, policy, data_dir, tokenizer)
     rows = splits.load_prompts(data_dir, args.split, args.verify)[: args.num_samples]
-    prompts = [row for row in rows for _ in range(args.num_generations)]
     reference_dir, flag = reference_of(args, name)
     reference = policy
     if reference_dir is not None:
         reference = frame.load_frozen(reference_dir, tokenizer, device, flag)
         results |= on_pairs(args, name, policy, reference, data_dir, tokenizer)
-    rollout = answers.respond(args, policy, reference, prompts, tokenizer, args.seed, args.rollout_mini_batch_size)
-    length = (rollout.attention_mask.sum(1) - rollout.prompt_len).float()
-    truncated = float(rollout.truncated.float().mean())
-    if reference_dir is not None:
-        kl = ((rollout.logprobs - rollout.ref_logprobs) * rollout.action_mask).sum(1)  # (B,) nats
-        results["kl"] = float(kl.mean())
-    results |= {"mean_length": float(length.mean()), "truncated_ratio": truncated, "eos_ratio": 1 - truncated}
-    samples = encoding.samples_of(rollout)
-    records: list[dict[str, Any]] = [
-        {"prompt": one.prompt, "response": one.response, **one.columns, "index": number // args.num_generations}
-        for number, one in enumerate(samples)
-    ]
-    if args.has_rewards:
-        scored, records = responses.score_records(make_rewards(args, device), samples, records)
-        results |= scored
-    passes, records = responses.pass_rates(records, args.pass_k, args.pass_threshold)
-    results |= passes
-    if judge := read_arg(data_dir, "judge"):
-        records = answers.judge_records(judge, records)
-        parts = [key for key in records[0]["gold"] if key != "score"]
-        results |= responses.mean_of("gold", [scorers.finite(float(r["gold"]["score"])) for r in records])
-        results |= {part: sum(r["gold"][part] for r in records) / len(records) for part in parts}
-    return results, records
+    means, judge = responses.RolloutMeans(), read_arg(data_dir, "judge")
+    scoring = responses.Scoring(make_rewards(args, device)) if args.has_rewards else None
+    gold = answers.GoldMeans()
+    size, repeats = args.rollout_mini_batch_size, args.num_generations
+    for _, rollout in answers.respond_in_parts(args, policy, reference, rows, tokenizer, args.seed, size, repeats):
+        means.add(rollout)
+        samples = encoding.samples_of(rollout)
+        part: list[dict[str, Any]] = [
+            {"prompt": one.prompt, "response": one.response, **one.columns, "index": number // repeats}
+            for number, one in enumerate(samples, start=len(tally.indices))
+        ]
+        part = scoring(samples, part) if scoring else part
+        part = responses.mark_passed(part, args.pass_k, args.pass_threshold)
+        records.extend(tally.add(gold.add(answers.judge_records(judge, part)) if judge else part))
+    results |= means.results(with_kl=reference_dir is not None) | (scoring.results() if scoring else {})
+    return results | responses.pass_rates(tally, args.pass_k, args.pass_threshold) | gold.results()
 
 
 def on_demonstrations(args: EvaluateArgs, policy: Policy, data_dir: str, tokenizer: Tokenizer) -> dict[str, Any]:
@@ -281,16 +281,16 @@ def reference_of(args: EvaluateArgs, name: str) -> tuple[str | None, str]:
 
 # ---------------------------------------------------------------------------------------------------- reward models
 def evaluate_reward_model(
-    args: EvaluateArgs, name: str, data_dir: str, device: torch.device
-) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Accuracy (ties half), loss and margin of a reward model on pairs, and one record per pair."""
+    args: EvaluateArgs, name: str, data_dir: str, device: torch.device, records: Records
+) -> dict[str, Any]:
+    """Accuracy (ties half), loss and margin of a reward model on pairs; adds one record per pair."""
     tokenizer = load_tokenizer(data_dir, name, verify=args.verify)
     model = frame.load_reward_model(args, name, tokenizer, device)
     rows = splits.load_split(data_dir, "preference", args.split, args.verify)[: args.num_samples]
     if getattr(model.model.config, "compares_pairs", False):
         rows = tokens.pair_rows(tokenizer, rows)
     splits.check_vocabulary(rows, vocabulary_size(model), data_dir)
-    return pairs.rank_pairs(model, rows, tokenizer.pad_token_id, args.rollout_mini_batch_size)
+    return pairs.rank_pairs(model, rows, tokenizer.pad_token_id, args.rollout_mini_batch_size, records)
 
 
 # ---------------------------------------------------------------------------------------------------------- results

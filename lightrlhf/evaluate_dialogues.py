@@ -10,7 +10,11 @@ Left out: scores of single turns (a score is of the whole dialogue so far).
 
 from __future__ import annotations
 
+import math
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +25,24 @@ from lightrlhf.cli.fields import check_args, flag
 from lightrlhf.cli.functions import load_function
 from lightrlhf.cli.groups.rewards import check_reward_model
 from lightrlhf.cli.parser import parse
-from lightrlhf.data.splits import check_vocabulary
 from lightrlhf.evaluation import frame
-from lightrlhf.generation.dialogues import Dialogue, as_row, load_dialogues, roll_out, score_turns
+from lightrlhf.evaluation.answers import PART
+from lightrlhf.evaluation.responses import Mean
+from lightrlhf.generation.dialogues import (
+    Dialogue,
+    as_row,
+    check_embedded,
+    from_row,
+    load_dialogues,
+    roll_out,
+    score_turns,
+)
 from lightrlhf.generation.users import UserArgs, load_user
 from lightrlhf.maths.ops import win_rate
 from lightrlhf.models.loading import find_device
-from lightrlhf.models.roles import vocabulary_size
 from lightrlhf.rewards.loading import load_scorer
 from lightrlhf.rewards.scorers import FunctionScorer, GroupScorer
-from lightrlhf.storage.jsonl import write_jsonl
+from lightrlhf.storage.jsonl import Row, write_jsonl
 from lightrlhf.storage.results import check_results, new_figure, print_table, save_figure
 from lightrlhf.storage.run_dir import read_arg, short_name
 
@@ -57,24 +69,25 @@ def run(args: EvaluateDialoguesArgs) -> list[dict[str, Any]]:
     args = frame.first_rows(args, args.rollout_mini_batch_size)
     device, data_dir = find_device(args.accelerator), args.data_folder
     scorer, user = turn_scorer(args, data_dir, device), load_user(args, device, args.rollout_mini_batch_size)
-    openings = [row.before(0) for row in load_dialogues(data_dir, args.split, args.verify)[: args.num_samples]]
+    openings = load_dialogues(data_dir, args.split, args.verify)[: args.num_samples]
     rows: list[dict[str, Any]] = []
-    baseline: list[list[float | None]] = []  # scores of the first model
+    baseline: list[array[float]] = []  # scores of the first model
     files: dict[str, Path] = {}  # of results, without their suffixes
     for name in args.model_names:
-        dialogues = hold_dialogues(args, name, data_dir, openings, user, device)
-        scores = score_turns(scorer, dialogues)
+        records, scores, lengths = frame.records_of(args, name), [array("d") for _ in range(args.num_turns)], Mean()
+        for dialogues in hold_dialogues(args, name, data_dir, openings, user, device):
+            found = score_turns(scorer, dialogues)
+            for own, turn in zip(scores, by_turn(found, args.num_turns)):
+                own.extend(turn)
+            for start, end in (span for dialogue in dialogues for span in dialogue.turn_spans):
+                lengths.add(end - start)
+            records.extend({"scores": turns, **as_row(dialogue)} for turns, dialogue in zip(found, dialogues))
         baseline = baseline or scores
-        lengths = [end - start for dialogue in dialogues for start, end in dialogue.turn_spans]
-        rows.append(
-            {"model": short_name(name)}
-            | results_by_turn(scores, baseline, args.num_turns)
-            | {"mean_length": sum(lengths) / len(lengths)}
-        )
-        records = [{"scores": turns, **as_row(dialogue)} for turns, dialogue in zip(scores, dialogues)]
+        results = results_by_turn(scores, baseline) | {"mean_length": lengths.total / lengths.count}
+        rows.append({"model": short_name(name)} | results)
         if file := frame.write(args, name, f"{args.split}_by_turn", rows[-1], records):
             files[name] = file
-            write_turns(file.with_name(file.name.replace("_by_turn", "", 1)), dialogues, args.num_turns)
+            write_turns(file.with_name(file.name.replace("_by_turn", "", 1)), records, args.num_turns)
     show(rows)
     if args.dry_run:
         print(f"of {len(openings)} openings; nothing was written; leave --dry_run out to evaluate all")
@@ -84,12 +97,15 @@ def run(args: EvaluateDialoguesArgs) -> list[dict[str, Any]]:
 
 
 def hold_dialogues(
-    args: EvaluateDialoguesArgs, name: str, data_dir: str, openings: list[Dialogue], user: Any, device: torch.device
-) -> list[Dialogue]:
-    """Dialogues of `num_turns` turns between a model and the user, one from each opening."""
+    args: EvaluateDialoguesArgs, name: str, data_dir: str, openings: Sequence[Dialogue], user: Any, device: torch.device
+) -> Iterator[list[Dialogue]]:
+    """Yields dialogues of `num_turns` turns between a model and the user, one from each opening, some at a time."""
     policy, tokenizer = frame.load_evaluated(args, name, data_dir, device)
-    check_vocabulary([{"input_ids": row.input_ids} for row in openings], vocabulary_size(policy), data_dir)
-    return roll_out(policy, tokenizer, openings, args.num_turns, user, args, args.seed, args.rollout_mini_batch_size)
+    check_embedded(openings, policy, data_dir)
+    rolled = partial(roll_out, policy, tokenizer, num_turns=args.num_turns, user=user, args=args, seed=args.seed)
+    for start in range(0, len(openings), PART):
+        part = [row.before(0) for row in openings[start : start + PART]]
+        yield rolled(dialogues=part, num_slots=args.rollout_mini_batch_size)
 
 
 def turn_scorer(args: EvaluateDialoguesArgs, data_dir: str, device: torch.device) -> GroupScorer:
@@ -102,36 +118,44 @@ def turn_scorer(args: EvaluateDialoguesArgs, data_dir: str, device: torch.device
     return FunctionScorer(load_function(judge, "the judge of the data"), f"the judge {judge}")
 
 
-def results_by_turn(
-    scores: list[list[float | None]], others: list[list[float | None]], num_turns: int
-) -> dict[str, list[Any]]:
+def by_turn(scores: Sequence[Sequence[float | None]], num_turns: int) -> list[array[float]]:
+    """Scores of dialogues after each turn, NaN where missing; one that ended before a turn has its last score."""
+    last = [[one[min(turn, len(one) - 1)] for one in scores] for turn in range(num_turns)]
+    return [array("d", (math.nan if score is None else score for score in turn)) for turn in last]
+
+
+def results_by_turn(scores: Sequence[array[float]], others: Sequence[array[float]]) -> dict[str, list[Any]]:
     """Mean score after each turn, win rate over the others' scores (ties half), its interval, and the count.
 
-    A dialogue that ended before a turn counts with its last score; a pair with a missing score does not count.
+    scores, others: see `by_turn`. A pair with a missing score does not count.
     """
     results: dict[str, list[Any]] = {name: [] for name in ("score_by_turn", "win_rate", "win_rate_interval", "count")}
-    for turn in range(num_turns):
-        pairs = [(one[min(turn, len(one) - 1)], two[min(turn, len(two) - 1)]) for one, two in zip(scores, others)]
-        valid = [(one, two) for one, two in pairs if one is not None and two is not None]
-        rate, interval = win_rate(valid)
-        results["score_by_turn"].append(sum(one for one, _ in valid) / max(len(valid), 1))
+    for ours, theirs in zip(scores, others):
+        rate, interval = win_rate(zip(ours, theirs))
+        mean = Mean()
+        for one, two in zip(ours, theirs):
+            mean.add(None if math.isnan(one) or math.isnan(two) else one)
+        results["score_by_turn"].append(mean.total / max(mean.count, 1))
         results["win_rate"].append(rate)
         results["win_rate_interval"].append(interval)
-        results["count"].append(len(valid))
+        results["count"].append(mean.count)
     return results
 
 
 # ---------------------------------------------------------------------------------------------------------- results
-def write_turns(folder: Path, dialogues: list[Dialogue], num_turns: int) -> None:
+def write_turns(folder: Path, records: Iterable[Row], num_turns: int) -> None:
     """Write `turn-{h}.jsonl`: the opening as prompt, and the dialogue from there to turn h as response."""
-    for turn in range(num_turns):
-        rows = []
-        for dialogue in dialogues:
+
+    def rows(turn: int) -> Iterator[Row]:
+        for index, record in enumerate(records):
+            dialogue = from_row({name: value for name, value in record.items() if name != "scores"}, index, {})
             opening = dialogue.before(0).messages
             messages = dialogue.through(min(turn, dialogue.num_turns - 1))[len(opening) :]
             text = "\n\n".join(f"{message['role']}: {message['content']}" for message in messages)
-            rows.append({"index": dialogue.index, "prompt": opening, "response": text})
-        write_jsonl(folder / f"turn-{turn + 1}.jsonl", rows)
+            yield {"index": index, "prompt": opening, "response": text}
+
+    for turn in range(num_turns):
+        write_jsonl(folder / f"turn-{turn + 1}.jsonl", rows(turn))
 
 
 def show(rows: list[dict[str, Any]]) -> None:

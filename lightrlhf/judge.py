@@ -16,15 +16,17 @@ models, and the judging prompts of commercial benchmarks.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import random
 import re
+from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
+
+import numpy as np
 
 from lightrlhf.cli.errors import UsageError, one_line_errors
 from lightrlhf.cli.fields import at_least, check_args, flag, random_seed
@@ -35,6 +37,7 @@ from lightrlhf.cli.lists import paths
 from lightrlhf.cli.parser import parse
 from lightrlhf.cli.paths import check_file
 from lightrlhf.data.responses import are_identical, read_responses
+from lightrlhf.data.splits import hash64
 from lightrlhf.evaluation.matching import match_rows, prompt_hash
 from lightrlhf.generation.openai_client import RemoteArgs, Reply, Servers
 from lightrlhf.maths.length_control import length_controlled_win_rate
@@ -330,9 +333,8 @@ def check_records(records: Sequence[Row], output: Path) -> None:
 def summary(records: Sequence[Row], seed: int) -> Row:
     """Counts, shares of A with 95% intervals, lengths in words, and position bias where both orders were judged."""
     counts: Counter[str] = Counter()
-    scores: list[float] = []  # of the judged
-    prompts: list[int] = []
-    lengths: tuple[list[int], list[int]] = ([], [])
+    scores, prompts = array("d"), array("Q")  # of the judged
+    lengths = array("q"), array("q")
     for row in records:
         verdict = row["verdict"]
         counts[verdict] += 1
@@ -351,11 +353,13 @@ def summary(records: Sequence[Row], seed: int) -> Row:
     results: Row = {"judged": len(scores), "skipped": counts["skip"], "malformed": counts["malformed"]}
     results["identical"] = counts["identical"]
     if scores:
-        shares = {name: [float(score == worth) for score in scores] for name, worth in WORTH.items()}
-        for name, values in (shares | {"win_rate": scores}).items():
+        groups = np.asarray(prompts)
+        worths: dict[str, float | None] = {**WORTH, "win_rate": None}
+        for name, worth in worths.items():
+            values = scores if worth is None else array("d", (score == worth for score in scores))
             results[name] = sum(values) / len(values)
-            results[f"{name}_interval"] = list(share_interval(values, prompts))
-        rate, interval = length_controlled_win_rate(scores, lengths, prompts, seed)
+            results[f"{name}_interval"] = list(share_interval(values, groups))
+        rate, interval = length_controlled_win_rate(scores, lengths, groups, seed)
         results |= {"length_controlled_win_rate": rate, "length_controlled_win_rate_interval": list(interval)}
         results |= {f"mean_length_{side}": sum(words) / len(words) for side, words in zip("ab", lengths)}
     if both := counts["both"]:
@@ -409,17 +413,17 @@ def write_samples(args: JudgeArgs, size: int) -> list[str]:
     return written
 
 
-def sample_rows(rows: Iterable[Row], size: int, max_per_subreddit: int | None, seed: int) -> list[Row]:
+def sample_rows(rows: Sequence[Row], size: int, max_per_subreddit: int | None, seed: int) -> list[Row]:
     """Rows in an order that depends on the seed and their prompts alone, so that two files give the same prompts."""
-
-    def rank(row: Row) -> str:
-        return hashlib.sha256(f"{seed} {json.dumps(row['prompt'])}".encode()).hexdigest()
-
+    ranks = np.fromiter((hash64(f"{seed} {json.dumps(row['prompt'])}".encode()) for row in rows), np.uint64, len(rows))
     counts: Counter[str] = Counter()
     chosen: list[Row] = []
-    for row in sorted(rows, key=rank):
+    for place in ranks.argsort(kind="stable").tolist():
+        if len(chosen) == size:
+            break
+        row = rows[place]
         group = json.dumps(row.get("subreddit"))
-        if len(chosen) < size and (max_per_subreddit is None or counts[group] < max_per_subreddit):
+        if max_per_subreddit is None or counts[group] < max_per_subreddit:
             counts[group] += 1
             chosen.append(row)
     return chosen

@@ -143,8 +143,9 @@ def per_step(axis: str, run: Mapping[str, Column]) -> Column | None:
         return Column(spent.steps, spent.means * spent.seeds / 3600)  # sums
     if not {"time/update", "time/tokens_per_second"} <= run.keys():
         return None
-    speed, seconds = (dict(zip(*run[name])) for name in ("time/tokens_per_second", "time/update"))
-    return column({int(step): speed[step] * seconds[step] for step in speed.keys() & seconds.keys()})
+    speed, seconds = run["time/tokens_per_second"], run["time/update"]
+    steps, one, other = np.intersect1d(speed.steps, seconds.steps, return_indices=True)
+    return Column(steps, speed.values[one] * seconds.values[other])
 
 
 def make_line(line: Line, found: Mapping[str, Curve], axis: str, warnings: Sequence[Warned]) -> Drawn | None:
@@ -162,13 +163,25 @@ def make_line(line: Line, found: Mapping[str, Curve], axis: str, warnings: Seque
 
 def value_rows(found: Mapping[str, Curve]) -> list[list[Any]]:
     """Return rows of a table: a step and the value of each curve; at most `MAX_ROWS`, with first and last step."""
-    steps = sorted({step for curve in found.values() for step in curve.steps.tolist()})
-    kept = np.unique(np.linspace(0, len(steps) - 1, MAX_ROWS).round().astype(int)).tolist() if steps else []
-    texts = []
-    for curve in found.values():
-        points = zip(curve.steps.tolist(), curve.means, curve.errors, curve.seeds)
-        texts.append({step: number(v) + (f" ± {number(e)}" if seeds > 1 else "") for step, v, e, seeds in points})
-    return [[steps[place], *(column.get(steps[place], "") for column in texts)] for place in kept]
+    if not found:
+        return []
+    steps = np.unique(np.concatenate([curve.steps for curve in found.values()]))
+    kept = steps[np.unique(np.linspace(0, len(steps) - 1, MAX_ROWS).round().astype(int))].tolist()
+    return [[step, *(_value_at(curve, step) for curve in found.values())] for step in kept]
+
+
+def _value_at(curve: Curve, step: int) -> str:
+    """Describe the mean at a step, with its standard error over several seeds; empty where there is none."""
+    place = _place_of(curve.steps, step)
+    if place is None:
+        return ""
+    return number(curve.means[place]) + (f" ± {number(curve.errors[place])}" if curve.seeds[place] > 1 else "")
+
+
+def _place_of(steps: Steps, step: int) -> int | None:
+    """Return the place of a step among ascending ones."""
+    place = int(np.searchsorted(steps, step))
+    return place if place < len(steps) and steps[place] == step else None
 
 
 def final_values(metric: str, found: Mapping[str, Curve]) -> list[list[Any]]:
@@ -206,9 +219,21 @@ def find_warnings(label: str, folder: str) -> list[Warned]:
         return []
     steps, flags = run["audit/warning"]
     edges = np.flatnonzero(np.diff(np.concatenate([[0], flags > 0, [0]])))
-    score, audit = (dict(zip(*run.get(name, column({})))) for name in ("objective/score", "audit/score"))
+
+    def value(name: str, step: int) -> float | None:
+        own = run.get(name, column({}))
+        place = _place_of(own.steps, step)
+        return None if place is None else float(own.values[place])
+
     return [
-        Warned(label, name_run(label, folder), int(first), int(last), score.get(last), audit.get(last))
+        Warned(
+            label,
+            name_run(label, folder),
+            int(first),
+            int(last),
+            value("objective/score", last),
+            value("audit/score", last),
+        )
         for first, last in zip(steps[edges[::2]], steps[edges[1::2] - 1])
     ]
 

@@ -25,6 +25,7 @@ from lightrlhf.models.loading import find_device, load_policy, load_scalar
 from lightrlhf.models.names import resolve
 from lightrlhf.models.roles import Policy, ScalarModel
 from lightrlhf.models.tokenizer import load_tokenizer
+from lightrlhf.storage.jsonl import Records
 from lightrlhf.storage.results import write_results
 from lightrlhf.storage.run_dir import data_dir_of, is_experiment_dir, pretrained_model
 
@@ -95,6 +96,11 @@ def load_evaluated(
     """A language model and its tokenizer. Raises: UsageError."""
     tokenizer = load_tokenizer(data_dir, name, verify=args.verify)
     return load_frozen(name, tokenizer, device), tokenizer
+
+
+def records_of(args: EvaluationArgs, model: str) -> Records:
+    """Where the records of a model wait for its results; a dry run, and a plain folder of a model, keep the first."""
+    return Records(Path(model, "eval") if is_experiment_dir(model) and not args.dry_run else None)
 
 
 def write(

@@ -9,20 +9,28 @@ Left out: rewards given from Python, and responses scored by how often they beat
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from array import array
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
 
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.cli.fields import at_least, flag
 from lightrlhf.cli.groups import RewardArgs
+from lightrlhf.data.batch import Rollout
 from lightrlhf.data.responses import ROW, read_responses
+from lightrlhf.data.splits import hash64
 from lightrlhf.evaluation.matching import prompt_hash
 from lightrlhf.maths.length_control import length_controlled_win_rate
-from lightrlhf.maths.ops import share_interval
+from lightrlhf.maths.ops import number_groups, share_interval
 from lightrlhf.maths.passes import pass_at_k
 from lightrlhf.rewards.encoding import Sample, samples_of_row
 from lightrlhf.rewards.functions import as_text
@@ -59,129 +67,238 @@ class ResponseArgs(RewardArgs):
             )
 
 
+# ---------------------------------------------------------------------------------------------------------- a response
+@dataclass
+class Mean:
+    """Running mean of scores, with the number of missing ones."""
+
+    total: float = 0.0
+    count: int = 0
+    missing: int = 0
+
+    def add(self, score: float | None) -> None:
+        """Add a score, None where there is none."""
+        if score is None:
+            self.missing += 1
+        else:
+            self.total, self.count = self.total + score, self.count + 1
+
+    def results(self, name: str) -> dict[str, Any]:
+        """The mean of the scores that there are, and the number of responses without one where there are some."""
+        found = {name: self.total / self.count} if self.count else {}
+        return found | ({f"{name}_missing": self.missing} if self.missing else {})
+
+
+class Tally:
+    """What results need of the responses: 40 bytes of each, in their order. by: the key of `win_rates`."""
+
+    def __init__(self, by: str | None) -> None:
+        self.by = by
+        self.scores = array("d")  # by which it is decided who wins, NaN where there is none
+        self.rewards = array("d")
+        self.words, self.indices = array("q"), array("q")
+        self.prompts = array("Q")  # hashes
+
+    def add(self, records: Iterable[Record]) -> Iterator[Record]:
+        """Yields the records of responses, each added."""
+        for record in records:
+            reward = _number(record.get("reward"))
+            self.rewards.append(reward)
+            self.scores.append(_number(record["gold"]["score"]) if self.by == "gold" else reward)
+            self.words.append(len((record["response"] or "").split()))
+            self.indices.append(record["index"])
+            self.prompts.append(prompt_hash(record))
+            yield record
+
+
+class RolloutMeans:
+    """Means over responses that were sampled: 9 bytes of each."""
+
+    def __init__(self) -> None:
+        self.kl, self.length, self.truncated = list[Tensor](), list[Tensor](), list[Tensor]()
+
+    def add(self, rollout: Rollout) -> None:
+        """Add the responses of a rollout."""
+        self.kl.append(((rollout.logprobs - rollout.ref_logprobs) * rollout.action_mask).sum(1))  # (B,) nats
+        self.length.append(rollout.lengths())
+        self.truncated.append(rollout.truncated)
+
+    def results(self, with_kl: bool) -> dict[str, float]:
+        """Their KL to the reference, length in tokens, and the shares that were truncated or ended."""
+        found = {"kl": float(torch.cat(self.kl).mean())} if with_kl else {}
+        truncated = float(torch.cat(self.truncated).float().mean())
+        found["mean_length"] = float(torch.cat(self.length).mean())
+        return found | {"truncated_ratio": truncated, "eos_ratio": 1 - truncated}
+
+
+def _number(score: float | None) -> float:
+    return math.nan if score is None else score
+
+
 # ------------------------------------------------------------------------------------------------------------ a file
-def read_records(path: str, num_rows: int | None = None) -> tuple[list[Record], list[Sample | None]]:
-    """Records of the rows of a file of responses, and a sample of each; the sample of a missing response is None.
+@dataclass
+class Given:
+    """A file of responses, read row by row: 8 bytes a row and 8 a response.
 
     A row has a `prompt` and a list `responses`, or one `response`; `rewards` or `reward` are kept. Rows with the same
     `index` and prompt are of one prompt, any other row is another prompt.
     Raises: UsageError naming file, row and column.
     """
-    records: list[Record] = []
-    samples: list[Sample | None] = []
-    prompts: dict[tuple[Any, str], int] = {}
-    for number, row in enumerate(read_responses(path, ["prompt"], OPTIONAL)[:num_rows], start=1):
-        if row.get("responses") is None:
-            if "response" not in row:
-                raise UsageError(f"{path}: row {number} has neither 'responses' nor 'response'")
-            row = {**row, "responses": [row["response"]], "rewards": [row["reward"]] if "reward" in row else None}
-        own = row.get("index")
-        key = (own, json.dumps(row["prompt"])) if own is not None else (f"row {number}", "")
-        shared = {"prompt": row["prompt"], "index": prompts.setdefault(key, len(prompts))}
-        columns = {name: value for name, value in row.items() if name not in ROW}
-        given = row.get("rewards")
-        for k, text in enumerate(row["responses"]):
-            reward = {} if given is None else {"reward": None if text is None else given[k]}
-            records.append({**columns, **shared, "response": text, **reward})
-        samples += samples_of_row(row)
-    return records, samples
 
+    path: str
+    num_rows: int | None = None
 
-def check_same_prompts(records: Sequence[Record], others: Sequence[Record], path: str, other: str) -> None:
-    """Raises: UsageError unless two files have responses to the same prompts, as many, in the same order."""
-    if len(records) != len(others):
-        raise UsageError(f"--responses_file {path} has {len(records)} responses, {other} {len(others)}: give as many")
-    for number, (one, two) in enumerate(zip(records, others), start=1):
-        if one["prompt"] != two["prompt"]:
+    def __post_init__(self) -> None:
+        self.rows = read_responses(self.path, ["prompt"], OPTIONAL)[: self.num_rows]
+        self.prompts, self.has_rewards = array("Q"), True  # hashes of the prompt of each response
+        keys, counts = array("Q"), array("q")
+        for number, row in enumerate(self.rows, start=1):
+            if row.get("responses") is None and "response" not in row:
+                raise UsageError(f"{self.path}: row {number} has neither 'responses' nor 'response'")
+            row, own = as_list(row), row.get("index")
+            key = f"row {number}" if own is None else json.dumps([own, row["prompt"]])
+            keys.append(hash64(key.encode("utf-8", "surrogatepass")))
+            counts.append(len(row["responses"]))
+            self.prompts.extend([prompt_hash(row)] * counts[-1])
+            self.has_rewards &= row.get("rewards") is not None or not counts[-1]
+        self.indices = number_groups(np.frombuffer(keys, np.uint64))  # (rows,) of the prompts
+        self.counts = np.bincount(self.indices, np.frombuffer(counts, np.int64))  # responses of each prompt
+
+    def check_counts(self, ks: Sequence[int]) -> None:
+        """Raises: UsageError when a prompt has fewer than k responses."""
+        for k in ks:
+            too_few = (0 < self.counts) & (self.counts < k)
+            if too_few.any():
+                few = int(too_few.argmax())
+                start = as_text(self.rows[int((self.indices == few).argmax())]["prompt"])[:40]
+                has = int(self.counts[few])
+                raise UsageError(f"--pass_k {k} needs {k} responses to each prompt; {start!r} has {has}")
+
+    def check_same_prompts(self, other: Given) -> None:
+        """Raises: UsageError unless two files have responses to the same prompts, as many, in the same order."""
+        ours, theirs = self.prompts, other.prompts
+        if len(ours) != len(theirs):
             raise UsageError(
-                f"--responses_file {path}: response {number} has another prompt than in {other}, "
-                f"{as_text(one['prompt'])[:40]!r}; sort both alike, or compare them by lightrlhf.judge"
+                f"--responses_file {self.path} has {len(ours)} responses, {other.path} {len(theirs)}: give as many"
+            )
+        differ = np.frombuffer(ours, np.uint64) != np.frombuffer(theirs, np.uint64)
+        if differ.any():
+            number = int(differ.argmax())
+            prompt = next(itertools.islice((record["prompt"] for record, _ in self), number, None))
+            raise UsageError(
+                f"--responses_file {self.path}: response {number + 1} has another prompt than in {other.path}, "
+                f"{as_text(prompt)[:40]!r}; sort both alike, or compare them by lightrlhf.judge"
             )
 
+    def parts(self, size: int) -> Iterator[tuple[list[Record], list[Sample | None]]]:
+        """Yields records and samples of `size` responses."""
+        every = iter(self)
+        while part := list(itertools.islice(every, size)):
+            yield [record for record, _ in part], [sample for _, sample in part]
 
-def describe(samples: Sequence[Sample | None]) -> dict[str, float]:
-    """Mean length in words of the responses that there are, and the share of truncated ones where the file says it."""
-    given = [sample for sample in samples if sample is not None]
-    words = [len(sample.response.split()) for sample in given]
-    return {
-        "responses": len(given),
-        "mean_words": sum(words) / max(len(words), 1),
-        "truncated_ratio": sum(sample.truncated for sample in given) / max(len(given), 1),
-    }
+    def __iter__(self) -> Iterator[tuple[Record, Sample | None]]:
+        """Yields the record and the sample of each response; the sample of a missing response is None."""
+        for row, index in zip(map(as_list, self.rows), self.indices.tolist()):
+            columns = {name: value for name, value in row.items() if name not in ROW}
+            given = row.get("rewards")
+            for k, (text, sample) in enumerate(zip(row["responses"], samples_of_row(row))):
+                reward = {} if given is None else {"reward": None if text is None else given[k]}
+                yield {**columns, "prompt": row["prompt"], "index": index, "response": text, **reward}, sample
+
+
+def as_list(row: Record) -> Record:
+    """The row of a file with its responses and rewards as lists."""
+    if row.get("responses") is not None:
+        return row
+    return {**row, "responses": [row["response"]], "rewards": [row["reward"]] if "reward" in row else None}
+
+
+class Lengths:
+    """Lengths in words and truncation of the responses that there are."""
+
+    def __init__(self) -> None:
+        self.words, self.truncated = Mean(), 0
+
+    def add(self, sample: Sample | None) -> None:
+        """Add a response."""
+        if sample is not None:
+            self.words.add(len(sample.response.split()))
+            self.truncated += sample.truncated
+
+    def results(self) -> dict[str, float]:
+        """Mean length, and the share of truncated responses where the file says it."""
+        count = self.words.count
+        means = {"mean_words": self.words.total / max(count, 1), "truncated_ratio": self.truncated / max(count, 1)}
+        return {"responses": count, **means}
 
 
 # ----------------------------------------------------------------------------------------------------------- rewards
-def score_records(
-    rewards: Rewards, samples: Sequence[Sample | None], records: Sequence[Record]
-) -> tuple[dict[str, Any], list[Record]]:
-    """Mean rewards, of each too where there are several, and the responses that one failed for; records with `reward`.
+class Scoring:
+    """Rewards of records, part by part; without `rewards` those that the records have."""
 
-    samples: of the records, None where a response is missing, which has no reward.
-    """
-    scored = iter(rewards.parts([[sample] for sample in samples if sample is not None]))
-    parts = [[math.nan] * len(rewards.names) if sample is None else next(scored) for sample in samples]
-    records = [{**record, "reward": rewards.total(row)} for record, row in zip(records, parts)]
-    results = mean_reward(records)
-    if len(rewards.names) > 1:
-        for name, column in zip(rewards.names, zip(*parts)):
-            results |= mean_of(f"reward/{name}", [None if v is None or math.isnan(v) else v for v in column])
-    return results | {f"reward_{kind}": count for kind, count in rewards.failures.items() if count}, records
+    def __init__(self, rewards: Rewards | None) -> None:
+        self.rewards, self.mean = rewards, Mean()
+        self.parts = [Mean() for _ in rewards.names] if rewards else []
+        self.failures: Counter[str] = Counter()
+
+    def __call__(self, samples: Sequence[Sample | None], records: Sequence[Record]) -> list[Record]:
+        """The records with `reward`. samples: None where a response is missing, which has no reward."""
+        if self.rewards:
+            scored = iter(self.rewards.parts([[sample] for sample in samples if sample is not None]))
+            parts = [[math.nan] * len(self.parts) if sample is None else next(scored) for sample in samples]
+            records = [{**record, "reward": self.rewards.total(row)} for record, row in zip(records, parts)]
+            self.failures.update(self.rewards.failures)
+            for row in parts:
+                for mean, value in zip(self.parts, row):
+                    mean.add(None if value is None or math.isnan(value) else value)
+        for record in records:
+            self.mean.add(record["reward"])
+        return list(records)
+
+    def results(self) -> dict[str, Any]:
+        """Mean rewards, of each too where there are several, and the responses that one failed for."""
+        found = self.mean.results("reward")
+        if self.rewards and len(self.parts) > 1:
+            for name, mean in zip(self.rewards.names, self.parts):
+                found |= mean.results(f"reward/{name}")
+        return found | {f"reward_{kind}": count for kind, count in self.failures.items() if count}
 
 
-def mean_reward(records: Sequence[Record]) -> dict[str, Any]:
-    """Mean of the records' `reward`."""
-    return mean_of("reward", [record["reward"] for record in records])
-
-
-def mean_of(name: str, scores: Sequence[float | None]) -> dict[str, Any]:
-    """The mean of the scores that there are, and the number of responses without one where there are some."""
-    valid = [score for score in scores if score is not None]
-    missing = len(scores) - len(valid)
-    return ({name: sum(valid) / len(valid)} if valid else {}) | ({f"{name}_missing": missing} if missing else {})
-
-
-def pass_rates(records: list[Record], ks: Sequence[int], threshold: float) -> tuple[dict[str, Any], list[Record]]:
-    """pass@k over the prompts with a 95% interval for each k, and the records with `passed`; unchanged without ks.
-
-    Raises: UsageError when a prompt has fewer than k responses.
-    """
+def mark_passed(records: Sequence[Record], ks: Sequence[int], threshold: float) -> list[Record]:
+    """The records with `passed`; unchanged without ks."""
     if not ks:
-        return {}, records
-    records = [{**r, "passed": r["reward"] is not None and r["reward"] >= threshold} for r in records]
-    groups: dict[int, list[Record]] = {}
-    for record in records:
-        groups.setdefault(record["index"], []).append(record)
+        return list(records)
+    return [{**r, "passed": r["reward"] is not None and r["reward"] >= threshold} for r in records]
+
+
+def pass_rates(tally: Tally, ks: Sequence[int], threshold: float) -> dict[str, Any]:
+    """pass@k over the prompts with a 95% interval for each k; each prompt has k responses."""
     results: dict[str, Any] = {}
+    indices, passed = np.frombuffer(tally.indices, np.int64), np.frombuffer(tally.rewards) >= threshold
+    _, first, prompts = np.unique(indices, return_index=True, return_inverse=True)
+    counts, right = np.bincount(prompts).tolist(), np.bincount(prompts, passed).astype(int).tolist()
+    groups = np.frombuffer(tally.prompts, np.uint64)[first]
     for k in ks:
-        few = next((group for group in groups.values() if len(group) < k), None)
-        if few is not None:
-            start = as_text(few[0]["prompt"])[:40]
-            raise UsageError(f"--pass_k {k} needs {k} responses to each prompt; {start!r} has {len(few)}")
-        chances = [pass_at_k(len(group), sum(one["passed"] for one in group), k) for group in groups.values()]
-        texts = [json.dumps(group[0]["prompt"]) for group in groups.values()]
+        chances = [pass_at_k(count, won, k) for count, won in zip(counts, right)]
         results[f"pass@{k}"] = sum(chances) / len(chances)
-        results[f"pass@{k}_interval"] = share_interval(chances, texts)
-    return results, records
+        results[f"pass@{k}_interval"] = share_interval(chances, groups)
+    return results
 
 
 # --------------------------------------------------------------------------------------------------------- win rates
-def win_rates(records: Sequence[Record], others: Sequence[Record], by: str, seed: int) -> dict[str, Any]:
-    """Win rates of records over others of the same prompts, plain and at equal lengths, with 95% intervals.
+def win_rates(ours: Tally, others: Tally, seed: int) -> dict[str, Any]:
+    """Win rates of responses over others to the same prompts, plain and at equal lengths, with 95% intervals.
 
-    by: what decides, the gold score (`gold`) or the `reward`, the higher one wins; a pair without one does not count.
+    The higher score of `Tally.by` wins, the gold score or the reward; a pair without one does not count.
     seed: of the bootstrap of the prompts.
     """
-    won, lengths, prompts = array("d"), [array("q"), array("q")], array("Q")
-    for one, other in zip(records, others):
-        mine, its = (side["gold"]["score"] if by == "gold" else side["reward"] for side in (one, other))
-        if mine is None or its is None or math.isnan(mine) or math.isnan(its):
-            continue
-        won.append(float(mine > its) + 0.5 * (mine == its))
-        for side, words in zip((one, other), lengths):
-            words.append(len(side["response"].split()))
-        prompts.append(prompt_hash(one))
-    if not won:
+    mine, its = np.frombuffer(ours.scores), np.frombuffer(others.scores)
+    known = ~(np.isnan(mine) | np.isnan(its))
+    if not known.any():
         return {}
+    won = array("d", ((mine > its) + 0.5 * (mine == its))[known].tobytes())
+    lengths = [array("q", np.frombuffer(side.words, np.int64)[known].tobytes()) for side in (ours, others)]
+    prompts = np.frombuffer(ours.prompts, np.uint64)[known]
     controlled, controlled_interval = length_controlled_win_rate(won, lengths, prompts, seed)
     return {
         "win_rate": sum(won) / len(won),

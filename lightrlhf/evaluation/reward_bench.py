@@ -18,7 +18,8 @@ from lightrlhf.cli.errors import UsageError
 from lightrlhf.data.rows import load_rows
 from lightrlhf.data.splits import Row, check_vocabulary
 from lightrlhf.data.tokens import decode
-from lightrlhf.evaluation.pairs import rank_pairs
+from lightrlhf.evaluation.pairs import score_pairs
+from lightrlhf.evaluation.responses import Mean
 from lightrlhf.evaluation.subjects import Subject, Written
 from lightrlhf.models.roles import vocabulary_size
 from lightrlhf.storage.jsonl import write_jsonl
@@ -40,28 +41,30 @@ def rewardbench(subject: Subject) -> Written:
         )
     check_vocabulary(pairs, vocabulary_size(subject.model), subject.data_dir)
     size = subject.args.rollout_mini_batch_size
-    _, records = rank_pairs(subject.model, pairs, tokenizer.pad_token_id, size)
-    rows: list[Row] = []
-    for pair, record in zip(pairs, records):
+    scores = score_pairs(subject.model, pairs, tokenizer.pad_token_id, size)  # (2, N)
+    shares: dict[str, Mean] = {}  # of right pairs, by subset
+
+    def row_of(number: int) -> Row:
+        pair, (good, bad) = pairs[number], scores[:, number].tolist()
+        columns = pair.get("columns", {})
         chosen, rejected = (torch.as_tensor(pair[f"{side}_input_ids"]).tolist() for side in ("chosen", "rejected"))
-        rows.append(
-            {
-                "id": record.get("id", len(rows)),
-                "subset": str(record.get("subset", record.get("group", "all"))),
-                "prompt": decode(tokenizer, chosen[: pair["prompt_len"]]),
-                "text_chosen": tokenizer.decode(chosen, clean_up_tokenization_spaces=False),
-                "text_rejected": tokenizer.decode(rejected, clean_up_tokenization_spaces=False),
-                "scores_chosen": record["chosen"],
-                "scores_rejected": record["rejected"],
-                "results": int(record["right"] == 1),  # 0 for a tie and for a score that is not finite
-            }
-        )
+        subset, right = str(columns.get("subset", columns.get("group", "all"))), int(good > bad)
+        shares.setdefault(subset, Mean()).add(right)
+        return {
+            "id": columns.get("id", number),
+            "subset": subset,
+            "prompt": decode(tokenizer, chosen[: pair["prompt_len"]]),
+            "text_chosen": tokenizer.decode(chosen, clean_up_tokenization_spaces=False),
+            "text_rejected": tokenizer.decode(rejected, clean_up_tokenization_spaces=False),
+            "scores_chosen": good,
+            "scores_rejected": bad,
+            "results": right,  # 0 for a tie and for a score that is not a number
+        }
+
     files = [subject.folder / f"{subject.label}_outputs.jsonl"]
-    write_jsonl(files[0], rows)
-    results = {"accuracy": sum(row["results"] for row in rows) / len(rows)}
-    for subset in sorted({row["subset"] for row in rows}):
-        members = [row["results"] for row in rows if row["subset"] == subset]
-        results[f"accuracy, {subset}"] = sum(members) / len(members)
+    write_jsonl(files[0], map(row_of, range(len(pairs))))
+    results = {"accuracy": sum(mean.total for mean in shares.values()) / len(pairs)}
+    results |= {f"accuracy, {subset}": mean.total / mean.count for subset, mean in sorted(shares.items())}
     if not (subject.questions and tokenizer.chat_template):
         return Written(files, "", results)
     files.append(subject.folder / "pairs.jsonl")

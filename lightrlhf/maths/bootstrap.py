@@ -6,28 +6,30 @@ Left out: corrections for bias and acceleration.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
+from typing import Any
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from lightrlhf.maths.ops import wilson_interval
+from lightrlhf.maths.ops import number_groups, wilson_interval
 
 RESAMPLES = 1000
 BLOCK = 2**21  # counts in memory at a time
 
 
-def resample(groups: Sequence[Hashable], seed: int) -> Iterator[Tensor]:
+def resample(groups: Sequence[Hashable] | NDArray[Any], seed: int) -> Iterator[Tensor]:
     """Count of each row in each bootstrap sample of the groups: R + 1 rows of (N,) float64, in blocks (r, N).
 
     The first row is the data itself. Groups are drawn whole, as many as there are (Davison and Hinkley 1997, section
     3.8). Small data comes in one block.
     """
-    numbers = {group: number for number, group in enumerate(dict.fromkeys(groups))}
-    own = torch.tensor([numbers[group] for group in groups])  # (N,)
+    own = torch.from_numpy(number_groups(groups))  # (N,)
+    num_groups = int(own.max()) + 1 if len(own) else 0
     generator = torch.Generator().manual_seed(seed)
     block, size = [torch.ones(1, len(groups), dtype=torch.float64)], max(1, BLOCK // max(len(groups), 1))
     for start in range(0, RESAMPLES, size):
-        drawn = torch.randint(len(numbers), (min(size, RESAMPLES - start), len(numbers)), generator=generator)
+        drawn = torch.randint(num_groups, (min(size, RESAMPLES - start), num_groups), generator=generator)
         weights = torch.zeros(drawn.shape, dtype=torch.float64)
         weights.scatter_add_(1, drawn, torch.ones_like(drawn, dtype=torch.float64))
         yield torch.cat([*block, weights[:, own]])

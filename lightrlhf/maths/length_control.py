@@ -6,15 +6,18 @@ Left out: the paper's term for the difficulty of a prompt, which needs the verdi
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from typing import Any
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lightrlhf.maths.bootstrap import bootstrap_interval, resample
+from lightrlhf.maths.ops import number_groups
 
 
 def length_controlled_win_rate(
-    scores: Sequence[float], lengths: Sequence[Sequence[int]], groups: Sequence[Hashable], seed: int
+    scores: Sequence[float], lengths: Sequence[Sequence[int]], groups: Sequence[Hashable] | NDArray[Any], seed: int
 ) -> tuple[float, tuple[float, float]]:
     """Length-controlled share of wins of the first of two responses, and its 95% interval by a bootstrap of the groups.
 
@@ -24,7 +27,7 @@ def length_controlled_win_rate(
     sizes = torch.stack([torch.tensor(own, dtype=torch.float64) for own in lengths], 1)  # (N, 2)
     wins = torch.tensor(scores, dtype=torch.float64)  # (N,)
     rates = torch.cat([length_controlled(wins, sizes, weights) for weights in resample(groups, seed)])  # (R + 1,)
-    return float(rates[0]), bootstrap_interval(rates, len(set(groups)))
+    return float(rates[0]), bootstrap_interval(rates, int(number_groups(groups).max()) + 1)
 
 
 def length_controlled(scores: Tensor, lengths: Tensor, weights: Tensor, ridge: float = 0.1) -> Tensor:

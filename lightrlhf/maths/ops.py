@@ -10,9 +10,12 @@ import itertools
 import math
 from array import array
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lightrlhf.maths.student import Z, quantile
@@ -144,12 +147,15 @@ def win_rate(
 
     Pairs with None or NaN do not count; without any pair the share is 0. groups: see `share_interval`.
     """
-    scores, kept = [], []
-    for (one, other), group in zip(pairs, itertools.count() if groups is None else groups):
+    scores = array("d")
+    kept: Any = array(groups.typecode) if isinstance(groups, array) else []
+    for (one, other), group in zip(pairs, itertools.repeat(None) if groups is None else groups):
         if one is not None and other is not None and not (math.isnan(one) or math.isnan(other)):
             scores.append(float(one > other) + 0.5 * (one == other))
-            kept.append(group)
-    return sum(scores) / max(len(scores), 1), share_interval(scores, kept)
+            if groups is not None:
+                kept.append(group)
+    named = np.asarray(kept) if isinstance(groups, array) else kept
+    return sum(scores) / max(len(scores), 1), share_interval(scores, None if groups is None else named)
 
 
 def wins(first: Tensor, second: Tensor) -> Tensor:
@@ -157,7 +163,18 @@ def wins(first: Tensor, second: Tensor) -> Tensor:
     return (first > second).float() + 0.5 * (first == second).float()
 
 
-def share_interval(values: Sequence[float], groups: Sequence[Hashable] | None = None) -> tuple[float, float]:
+def number_groups(groups: Sequence[Hashable] | NDArray[Any]) -> NDArray[np.int64]:
+    """Numbers (N,) of the groups of N rows, in the order of their first rows; of an array without a dict of them."""
+    if not isinstance(groups, np.ndarray):
+        numbers: dict[Hashable, int] = {}
+        return np.fromiter((numbers.setdefault(group, len(numbers)) for group in groups), np.int64, len(groups))
+    _, first, place = np.unique(groups, return_index=True, return_inverse=True)
+    return first.argsort().argsort()[place]
+
+
+def share_interval(
+    values: Sequence[float], groups: Sequence[Hashable] | NDArray[Any] | None = None
+) -> tuple[float, float]:
     """95% interval of the mean of values in [0, 1], such as wins with a tie as 1/2: Wilson's, on an effective number.
 
     Values of one group (programs for one problem, judgements on one prompt) depend on each other. With G groups and the
@@ -170,19 +187,14 @@ def share_interval(values: Sequence[float], groups: Sequence[Hashable] | None = 
     total, count = sum(values), len(values)
     if groups is None:
         return wilson_interval(total, count)
-    numbers: dict[Hashable, int] = {}  # of groups
-    sums, sizes = array("d"), array("q")
-    for value, group in zip(values, groups, strict=True):
-        if (number := numbers.setdefault(group, len(sums))) == len(sums):
-            sums.append(0.0)
-            sizes.append(0)
-        sums[number], sizes[number] = sums[number] + value, sizes[number] + 1
+    numbers = number_groups(groups)
+    sums, sizes = np.bincount(numbers, np.asarray(values, np.float64)), np.bincount(numbers)
     num_groups = len(sums)
     if num_groups == count:
         return wilson_interval(total, count)
     effective = float(num_groups)
     mean = total / count
-    residuals = sum((own - mean * size) ** 2 for own, size in zip(sums, sizes))
+    residuals = sum(((sums - mean * sizes) ** 2).tolist())
     if num_groups > 1 and residuals > 1e-12 and 0 < mean < 1:
         variance = num_groups / (num_groups - 1) * residuals / count**2
         shrunk = mean * (1 - mean) / variance * (Z / quantile(num_groups - 1)) ** 2

@@ -13,6 +13,7 @@ import itertools
 import json
 import math
 import os
+import tempfile
 import weakref
 from array import array
 from codecs import BOM_UTF8 as BOM
@@ -129,6 +130,41 @@ def write_jsonl(path: str | Path, rows: Iterable[Row], settings: Row | None = No
         file.writelines(map(_line, rows))
     if settings is not None:
         write_settings(path, settings | _seal_of(path))
+
+
+class Records:
+    """Rows that wait in a temporary file of a folder, which no name leads to, until all are there; without a folder
+    only the first is kept.
+
+    Raises: RunFailure naming the folder when they cannot be written.
+    """
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self.folder, self.count = folder, 0
+        self._first: list[Row] = []
+        if folder is not None:
+            with writing(folder):
+                make_folder(folder)
+                self._file = tempfile.TemporaryFile("w+", encoding="utf-8", dir=folder)
+
+    def extend(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Add rows."""
+        for row in map(dict, rows):
+            self.count += 1
+            if self.folder is None:
+                self._first = self._first or [row]
+            else:
+                with writing(self.folder):
+                    self._file.write(_line(row))
+
+    def __iter__(self) -> Iterator[Row]:
+        """Yields the rows, as often as it is called, one call after the other."""
+        if self.folder is None:
+            yield from self._first
+            return
+        with writing(self.folder):
+            self._file.seek(0)
+        yield from map(json.loads, self._file)
 
 
 def to_json(value: Any, **options: Any) -> str:

@@ -203,8 +203,9 @@ def write_results(
 ) -> str:
     """Write the results to `eval/{name}.json`, one record per line to `eval/{name}.jsonl`, and the flags next to them.
 
-    Different results of an earlier call are kept: the new files are then named by the changed settings, such as
-    `test-seed=7.json`, and a line says so. Returns the name. In a dry run, the first record is printed instead.
+    records: read twice. Different results of an earlier call are kept: the new files are then named by the changed
+    settings, such as `test-seed=7.json`, and a line says so. Returns the name. In a dry run, the first record is
+    printed instead.
     Raises: RunFailure when they cannot be written.
     """
     if flags.get("dry_run"):
@@ -215,11 +216,11 @@ def write_results(
     folder, given = experiment_dir / "eval", json.loads(json.dumps(flags))
     if existing := checkpoints(experiment_dir):
         given["checkpoint"] = existing[-1].name  # which was evaluated
-    result, lines = to_json(row, indent=1), list(map(dict, records))
-    contents = {".json": [result], ".jsonl": (as_jsonl([line]) for line in lines)}
+    result = to_json(row, indent=1)
+    contents = {".json": [result], ".jsonl": (as_jsonl([dict(record)]) for record in records)}
     with lock_folder(folder, wait=True):  # two evaluations at once do not mix the files
         chosen, note = free_name(folder, name, {suffix: hash_of(texts) for suffix, texts in contents.items()}, given)
-        write_jsonl(folder / f"{chosen}.jsonl", lines, settings=given)
+        write_jsonl(folder / f"{chosen}.jsonl", map(dict, records), settings=given)
         write_text(folder / f"{chosen}.json", result)
     if note:
         print(note)

@@ -222,7 +222,7 @@ def test_rouge_is_one_when_the_answers_are_the_demonstrations(sft, cafe_data, to
         ref_logprobs=zeros,
         tokenizer=tokenizer,
     )
-    monkeypatch.setattr(answers, "respond", lambda *args: same)
+    monkeypatch.setattr(answers, "respond_in_parts", lambda *args: [(rows, same)])
     found = answers.rouge(None, None, rows, tokenizer, 0, 8)
     assert [found[name] for name in ("rouge1", "rouge2", "rougeL")] == [1.0, 1.0, 1.0]
 

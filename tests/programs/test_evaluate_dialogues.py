@@ -10,7 +10,7 @@ from helpers.errors import refused
 
 from datasets_prep.cafe_talk.prepare_data import main as prepare
 from lightrlhf import evaluate, evaluate_dialogues
-from lightrlhf.evaluate_dialogues import results_by_turn
+from lightrlhf.evaluate_dialogues import by_turn, results_by_turn
 from lightrlhf.maths.ops import wilson_interval
 from lightrlhf.storage.jsonl import read_jsonl
 
@@ -59,7 +59,7 @@ def test_the_results_are_in_the_experiment_dir(experiment, talk_data, tmp_path, 
 
 def test_by_turn_ties_count_half_and_missing_scores_do_not_count():
     ours, others = [[1.0, 2.0], [0.0, None], [3.0]], [[0.0, 2.0], [0.0, 1.0], [2.0, 4.0]]
-    results = results_by_turn(ours, others, 2)
+    results = results_by_turn(by_turn(ours, 2), by_turn(others, 2))
     assert results["count"] == [3, 2]
     assert results["win_rate"] == pytest.approx([2.5 / 3, 0.25])
     assert results["win_rate_interval"][1] == wilson_interval(0.5, 2)

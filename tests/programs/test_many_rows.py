@@ -1,16 +1,23 @@
-"""Many rows: what programs do before the first step reads facts and columns, but hardly a row."""
+"""Many rows: a start reads facts and columns, but hardly a row, and what is evaluated takes a few bytes a row."""
+
+import tracemalloc
+from collections.abc import Callable
 
 import pytest
 import torch
 from helpers import tiny_policy
 from helpers.flat import made, plain
 
-from lightrlhf import kto, online_refuel, rm
+from lightrlhf import evaluate, evaluate_dialogues, judge, kto, online_refuel, rm
 from lightrlhf.data.batch import row_length
 from lightrlhf.data.flat import FlatRows, View
 from lightrlhf.data.packing import pack, write_rows
 from lightrlhf.data.tokens import pair_prompt, pair_rows
+from lightrlhf.evaluation import answers
 from lightrlhf.generation.dialogues import Dialogues, longest_lengths, share_columns
+from lightrlhf.models.tokenizer import store_tokenizer
+from lightrlhf.storage.jsonl import write_jsonl
+from lightrlhf.storage.seals import seal
 from lightrlhf.training.beginning import describe_rows, hash_rows
 
 ROWS = 300
@@ -92,3 +99,71 @@ def test_a_run_of_an_earlier_version_is_compared_by_its_own_hash():
     before = f"5 rows, sha256 {hash_rows(rows.to_list())}"
     assert describe_rows(rows, before) == before != describe_rows(rows)
     assert torch.equal(rows.column("input_ids"), torch.tensor([len(row["input_ids"]) for row in rows]))
+
+
+# -------------------------------------------------------------------------------------------------------- evaluations
+def growth(work: Callable[[int], object], few: int, many: int) -> float:
+    """Bytes a row that the memory at the peak grows by, from few rows to many."""
+    work(few)  # caches and imports
+    peaks = []
+    for rows in (few, many):
+        tracemalloc.start()
+        work(rows)
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    return (peaks[1] - peaks[0]) / (many - few)
+
+
+@pytest.fixture
+def parts(monkeypatch):
+    """Small parts, so that few rows are many parts."""
+    monkeypatch.setattr(answers, "PART", 16)
+    monkeypatch.setattr(evaluate_dialogues, "PART", 16)
+
+
+LONG = "word " * 200  # of a prompt or response: 1,000 bytes
+
+
+def test_evaluated_files_and_their_win_rates_take_some_bytes_a_response(tmp_path, parts):
+    def work(rows: int) -> None:
+        files = [tmp_path / f"{name}{rows}.jsonl" for name in "ab"]
+        for file in files:
+            write_jsonl(file, ({"prompt": f"{i} {LONG}", "response": f"{i} {LONG}"} for i in range(rows)))
+        flags = ["--responses_file", *map(str, files), "--reward_function", "helpers.rewards:length", "--pass_k", "1"]
+        evaluate.main([*flags, "--accelerator", "cpu"])
+
+    assert growth(work, 300, 2300) < 900
+
+
+def test_judged_files_take_some_bytes_a_pair(tmp_path):
+    def work(rows: int) -> None:
+        files = [tmp_path / f"{name}{rows}.jsonl" for name in "ab"]
+        for file in files:
+            write_jsonl(file, ({"prompt": f"{i} {LONG}", "response": f"{i} {LONG}"} for i in range(rows)))
+        output = tmp_path / f"{rows}-verdicts.jsonl"
+        output.unlink(missing_ok=True)
+        judge.main(
+            ["--responses_file", *map(str, files), "--judge", "helpers.rewards:length", "--output_file", str(output)]
+        )
+
+    assert growth(work, 600, 2600) < 900
+
+
+def test_a_model_that_is_evaluated_takes_some_bytes_a_prompt(tmp_path, cafe_data, base_model, tokenizer, parts):
+    row = {"prompt_len": 3, "input_ids": torch.tensor([5, 6, 7]), "columns": {"text": LONG}}
+    write_rows(tmp_path / "prompts_test.pt", "prompts", [row] * 400)
+    store_tokenizer(tokenizer, tmp_path)
+    seal(tmp_path, ["prompts_test.pt"])
+
+    def work(rows: int) -> None:
+        flags = ["--model_name", str(base_model), str(base_model), "--data_dir", str(tmp_path), "--verify", "False"]
+        flags += ["--reward_function", "helpers.rewards:length", "--num_samples", str(rows), "--max_new_tokens", "2"]
+        evaluate.main([*flags, "--accelerator", "cpu", "--rollout_mini_batch_size", "16"])
+
+    assert growth(work, 80, 400) < 900
+
+
+def test_parts_of_an_evaluation_have_the_noise_of_the_whole():
+    noise = torch.Generator().manual_seed(3)
+    parts = [torch.rand(rows, 7, generator=noise) for rows in (16, 1, 40)]
+    assert torch.equal(torch.cat(parts), torch.rand(57, 7, generator=torch.Generator().manual_seed(3)))
