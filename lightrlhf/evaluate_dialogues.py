@@ -28,15 +28,8 @@ from lightrlhf.cli.parser import parse
 from lightrlhf.evaluation import frame
 from lightrlhf.evaluation.answers import PART
 from lightrlhf.evaluation.responses import Mean
-from lightrlhf.generation.dialogues import (
-    Dialogue,
-    as_row,
-    check_embedded,
-    from_row,
-    load_dialogues,
-    roll_out,
-    score_turns,
-)
+from lightrlhf.generation import dialogues as talks
+from lightrlhf.generation.dialogues import Dialogue
 from lightrlhf.generation.users import UserArgs, load_user
 from lightrlhf.maths.ops import win_rate
 from lightrlhf.models.loading import find_device
@@ -69,19 +62,19 @@ def run(args: EvaluateDialoguesArgs) -> list[dict[str, Any]]:
     args = frame.first_rows(args, args.rollout_mini_batch_size)
     device, data_dir = find_device(args.accelerator), args.data_folder
     scorer, user = turn_scorer(args, data_dir, device), load_user(args, device, args.rollout_mini_batch_size)
-    openings = load_dialogues(data_dir, args.split, args.verify)[: args.num_samples]
+    openings = talks.load_dialogues(data_dir, args.split, args.verify)[: args.num_samples]
     rows: list[dict[str, Any]] = []
     baseline: list[array[float]] = []  # scores of the first model
     files: dict[str, Path] = {}  # of results, without their suffixes
     for name in args.model_names:
         records, scores, lengths = frame.records_of(args, name), [array("d") for _ in range(args.num_turns)], Mean()
         for dialogues in hold_dialogues(args, name, data_dir, openings, user, device):
-            found = score_turns(scorer, dialogues)
+            found = talks.score_turns(scorer, dialogues)
             for own, turn in zip(scores, by_turn(found, args.num_turns)):
                 own.extend(turn)
             for start, end in (span for dialogue in dialogues for span in dialogue.turn_spans):
                 lengths.add(end - start)
-            records.extend({"scores": turns, **as_row(dialogue)} for turns, dialogue in zip(found, dialogues))
+            records.extend({"scores": turns, **talks.as_row(dialogue)} for turns, dialogue in zip(found, dialogues))
         baseline = baseline or scores
         results = results_by_turn(scores, baseline) | {"mean_length": lengths.total / lengths.count}
         rows.append({"model": short_name(name)} | results)
@@ -101,8 +94,8 @@ def hold_dialogues(
 ) -> Iterator[list[Dialogue]]:
     """Yields dialogues of `num_turns` turns between a model and the user, one from each opening, some at a time."""
     policy, tokenizer = frame.load_evaluated(args, name, data_dir, device)
-    check_embedded(openings, policy, data_dir)
-    rolled = partial(roll_out, policy, tokenizer, num_turns=args.num_turns, user=user, args=args, seed=args.seed)
+    talks.check_embedded(openings, policy, data_dir)
+    rolled = partial(talks.roll_out, policy, tokenizer, num_turns=args.num_turns, user=user, args=args, seed=args.seed)
     for start in range(0, len(openings), PART):
         part = [row.before(0) for row in openings[start : start + PART]]
         yield rolled(dialogues=part, num_slots=args.rollout_mini_batch_size)
@@ -148,7 +141,7 @@ def write_turns(folder: Path, records: Iterable[Row], num_turns: int) -> None:
 
     def rows(turn: int) -> Iterator[Row]:
         for index, record in enumerate(records):
-            dialogue = from_row({name: value for name, value in record.items() if name != "scores"}, index, {})
+            dialogue = talks.from_row({name: value for name, value in record.items() if name != "scores"}, index, {})
             opening = dialogue.before(0).messages
             messages = dialogue.through(min(turn, dialogue.num_turns - 1))[len(opening) :]
             text = "\n\n".join(f"{message['role']}: {message['content']}" for message in messages)

@@ -40,10 +40,8 @@ from lightrlhf.models.loading import find_device, load_policy
 from lightrlhf.models.roles import Policy
 from lightrlhf.models.tokenizer import store_tokenizer
 from lightrlhf.rewards import functions, loading, scorers
-from lightrlhf.storage import jsonl, run_dir, writing
+from lightrlhf.storage import jsonl, lazy, run_dir, seals, writing
 from lightrlhf.storage.jsonl import Row
-from lightrlhf.storage.lazy import Lazy
-from lightrlhf.storage.seals import sha256
 from lightrlhf.training import iterated, iterated_dir, model_card, provenance
 from lightrlhf.training.iterated import Iterated, Iteration, Stage
 from lightrlhf.training.run import Metrics, OnStep
@@ -155,7 +153,7 @@ def generate_dialogues(it: Iteration[IterativeRefuelArgs], rows: Sequence[Dialog
     """Write `dialogues.jsonl`: two dialogues a line that share a prefix, with the trained turn and the horizon."""
     args, size = it.args, it.args.num_data or len(rows)
     indices = range((it.number - 1) * size, it.number * size)
-    openings = Lazy(indices, lambda index: dialogue_pairs.nth_opening(rows, index, args.seed))
+    openings = lazy.Lazy(indices, lambda index: dialogue_pairs.nth_opening(rows, index, args.seed))
     with jsonl.JsonlWriter(it.folder / "dialogues.jsonl", {"iteration": it.number, "num_rows": size}) as writer:
         if len(writer.rows) < size:
             policy = load_frozen(args, it.policy, it.tokenizer, rows)
@@ -171,7 +169,7 @@ def generate_dialogues(it: Iteration[IterativeRefuelArgs], rows: Sequence[Dialog
 def rank(it: Iteration[IterativeRefuelArgs], reward: functions.RewardFunctions | None) -> None:
     """Write `rewards.jsonl`: the score of every prefix of both dialogues, `INVALID_REWARD` where it is missing."""
     rows = rows_of_stage(it.folder / "dialogues.jsonl", "generate")
-    content = sha256(it.folder / "dialogues.jsonl")
+    content = seals.sha256(it.folder / "dialogues.jsonl")
     with jsonl.JsonlWriter(it.folder / "rewards.jsonl", {"dialogues_sha256": content}) as writer:
         if len(writer.rows) < len(rows):
             writer.extend(rows, CHUNK, functools.partial(score_pairs, load_scorer(it.args, reward)))
@@ -234,8 +232,8 @@ def tokenize(it: Iteration[IterativeRefuelArgs]) -> None:
         )
     for split, members in by_split.items():
         if members:
-            pairs = Lazy(members, lambda place: dialogue_pairs.make_pair(args, rows[place], rewards[place]))
-            splits.save_split(folder / "pairs", "refuel", split, cast(Lazy[Row], pairs))
+            pairs = lazy.Lazy(members, lambda place: dialogue_pairs.make_pair(args, rows[place], rewards[place]))
+            splits.save_split(folder / "pairs", "refuel", split, cast(lazy.Lazy[Row], pairs))
     with writing.writing(folder / "pairs" / "tokenizer"):
         store_tokenizer(it.tokenizer, folder / "pairs")
     results: Row = {"counts": dict(counts), "rows": {split: len(members) for split, members in by_split.items()}}

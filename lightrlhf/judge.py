@@ -26,8 +26,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
-
 from lightrlhf.cli.errors import UsageError, one_line_errors
 from lightrlhf.cli.fields import at_least, check_args, flag, random_seed
 from lightrlhf.cli.functions import load_function
@@ -40,8 +38,7 @@ from lightrlhf.data.responses import are_identical, read_responses
 from lightrlhf.data.splits import hash64
 from lightrlhf.evaluation.matching import match_rows, prompt_hash
 from lightrlhf.generation.openai_client import RemoteArgs, Reply, Servers
-from lightrlhf.maths.length_control import length_controlled_win_rate
-from lightrlhf.maths.ops import share_interval
+from lightrlhf.maths import length_control, ops
 from lightrlhf.models.loading import find_device
 from lightrlhf.rewards import encoding, functions, loading, scorers
 from lightrlhf.storage.destinations import check_output
@@ -353,13 +350,12 @@ def summary(records: Sequence[Row], seed: int) -> Row:
     results: Row = {"judged": len(scores), "skipped": counts["skip"], "malformed": counts["malformed"]}
     results["identical"] = counts["identical"]
     if scores:
-        groups = np.asarray(prompts)
         worths: dict[str, float | None] = {**WORTH, "win_rate": None}
         for name, worth in worths.items():
             values = scores if worth is None else array("d", (score == worth for score in scores))
             results[name] = sum(values) / len(values)
-            results[f"{name}_interval"] = list(share_interval(values, groups))
-        rate, interval = length_controlled_win_rate(scores, lengths, groups, seed)
+            results[f"{name}_interval"] = list(ops.share_interval(values, prompts))
+        rate, interval = length_control.length_controlled_win_rate(scores, lengths, prompts, seed)
         results |= {"length_controlled_win_rate": rate, "length_controlled_win_rate_interval": list(interval)}
         results |= {f"mean_length_{side}": sum(words) / len(words) for side, words in zip("ab", lengths)}
     if both := counts["both"]:
@@ -415,10 +411,10 @@ def write_samples(args: JudgeArgs, size: int) -> list[str]:
 
 def sample_rows(rows: Sequence[Row], size: int, max_per_subreddit: int | None, seed: int) -> list[Row]:
     """Rows in an order that depends on the seed and their prompts alone, so that two files give the same prompts."""
-    ranks = np.fromiter((hash64(f"{seed} {json.dumps(row['prompt'])}".encode()) for row in rows), np.uint64, len(rows))
+    ranks = array("Q", (hash64(f"{seed} {json.dumps(row['prompt'])}".encode()) for row in rows))
     counts: Counter[str] = Counter()
     chosen: list[Row] = []
-    for place in ranks.argsort(kind="stable").tolist():
+    for place in sorted(range(len(rows)), key=ranks.__getitem__):
         if len(chosen) == size:
             break
         row = rows[place]

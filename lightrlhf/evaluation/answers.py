@@ -115,5 +115,5 @@ class GoldMeans:
         return records
 
     def results(self) -> dict[str, Any]:
-        """The mean score as `gold`, and that of each part."""
+        """The mean score as `gold`, and the mean of each part."""
         return self.score.results("gold") | {name: total / self.count for name, total in self.parts.items()}

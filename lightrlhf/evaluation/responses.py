@@ -77,7 +77,7 @@ class Mean:
     missing: int = 0
 
     def add(self, score: float | None) -> None:
-        """Add a score, None where there is none."""
+        """Add a score, None for a missing one."""
         if score is None:
             self.missing += 1
         else:
@@ -94,7 +94,7 @@ class Tally:
 
     def __init__(self, by: str | None) -> None:
         self.by = by
-        self.scores = array("d")  # by which it is decided who wins, NaN where there is none
+        self.scores = array("d")  # which decide who wins, NaN for missing ones
         self.rewards = array("d")
         self.words, self.indices = array("q"), array("q")
         self.prompts = array("Q")  # hashes

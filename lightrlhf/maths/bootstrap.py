@@ -5,20 +5,18 @@ Left out: corrections for bias and acceleration.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator
 
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from lightrlhf.maths.ops import number_groups, wilson_interval
+from lightrlhf.maths.ops import Groups, number_groups, wilson_interval
 
 RESAMPLES = 1000
 BLOCK = 2**21  # counts in memory at a time
 
 
-def resample(groups: Sequence[Hashable] | NDArray[Any], seed: int) -> Iterator[Tensor]:
+def resample(groups: Groups, seed: int) -> Iterator[Tensor]:
     """Count of each row in each bootstrap sample of the groups: R + 1 rows of (N,) float64, in blocks (r, N).
 
     The first row is the data itself. Groups are drawn whole, as many as there are (Davison and Hinkley 1997, section

@@ -5,19 +5,17 @@ Left out: the paper's term for the difficulty of a prompt, which needs the verdi
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from lightrlhf.maths.bootstrap import bootstrap_interval, resample
-from lightrlhf.maths.ops import number_groups
+from lightrlhf.maths.ops import Groups, number_groups
 
 
 def length_controlled_win_rate(
-    scores: Sequence[float], lengths: Sequence[Sequence[int]], groups: Sequence[Hashable] | NDArray[Any], seed: int
+    scores: Sequence[float], lengths: Sequence[Sequence[int]], groups: Groups, seed: int
 ) -> tuple[float, tuple[float, float]]:
     """Length-controlled share of wins of the first of two responses, and its 95% interval by a bootstrap of the groups.
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from lightrlhf.maths.student import Z, quantile
 
 SumOverRanks = Callable[[Tensor], Tensor]
+Groups = Sequence[Hashable] | NDArray[Any]  # of rows that depend on each other: a name or number for each row
 
 
 def position_ids(attention_mask: Tensor) -> Tensor:
@@ -154,8 +155,7 @@ def win_rate(
             scores.append(float(one > other) + 0.5 * (one == other))
             if groups is not None:
                 kept.append(group)
-    named = np.asarray(kept) if isinstance(groups, array) else kept
-    return sum(scores) / max(len(scores), 1), share_interval(scores, None if groups is None else named)
+    return sum(scores) / max(len(scores), 1), share_interval(scores, None if groups is None else kept)
 
 
 def wins(first: Tensor, second: Tensor) -> Tensor:
@@ -163,18 +163,16 @@ def wins(first: Tensor, second: Tensor) -> Tensor:
     return (first > second).float() + 0.5 * (first == second).float()
 
 
-def number_groups(groups: Sequence[Hashable] | NDArray[Any]) -> NDArray[np.int64]:
+def number_groups(groups: Groups) -> NDArray[np.int64]:
     """Numbers (N,) of the groups of N rows, in the order of their first rows; of an array without a dict of them."""
-    if not isinstance(groups, np.ndarray):
+    if not isinstance(groups, array | np.ndarray):
         numbers: dict[Hashable, int] = {}
         return np.fromiter((numbers.setdefault(group, len(numbers)) for group in groups), np.int64, len(groups))
-    _, first, place = np.unique(groups, return_index=True, return_inverse=True)
-    return first.argsort().argsort()[place]
+    _, first, place = np.unique(np.asarray(groups), return_index=True, return_inverse=True)
+    return first.argsort().argsort()[place].astype(np.int64)
 
 
-def share_interval(
-    values: Sequence[float], groups: Sequence[Hashable] | NDArray[Any] | None = None
-) -> tuple[float, float]:
+def share_interval(values: Sequence[float], groups: Groups | None = None) -> tuple[float, float]:
     """95% interval of the mean of values in [0, 1], such as wins with a tie as 1/2: Wilson's, on an effective number.
 
     Values of one group (programs for one problem, judgements on one prompt) depend on each other. With G groups and the

@@ -9,6 +9,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from helpers import errors, last_checkpoint
 from helpers.data import chatml_like, gpt2_like, llama3_like, sentencepiece_like
@@ -16,6 +17,7 @@ from helpers.harnesses import command_of, lines_of, save_held_out, save_lines, w
 
 from lightrlhf import evaluate
 from lightrlhf.data.splits import load_split
+from lightrlhf.evaluation import pairs
 from lightrlhf.evaluation.texts import split_text, target_spans, text_of
 from lightrlhf.models.tokenizer import load_tokenizer
 
@@ -175,6 +177,16 @@ def test_the_scores_of_rewardbench(rm_dir, tmp_path):
         assert one["scores_chosen"] == pytest.approx(chosen, abs=1e-5)
         assert one["scores_rejected"] == pytest.approx(rejected, abs=1e-5)
         assert one["results"] == (chosen > rejected) and one["text_chosen"].endswith("<eos>")
+
+
+def test_a_pair_has_its_own_scores_whatever_its_length(monkeypatch):
+    rows = [{f"{side}_input_ids": [5] * n for side, n in (("chosen", m), ("rejected", m + 1))} for m in (9, 3, 6)]
+
+    def lengths(model, rows, pad_id):
+        return tuple(torch.tensor([len(r[f"{side}_input_ids"]) for r in rows]) for side in ("chosen", "rejected"))
+
+    monkeypatch.setattr(pairs, "pair_scores", lengths)
+    assert pairs.score_pairs(None, rows, 0, 2).tolist() == [[9, 3, 6], [10, 4, 7]]
 
 
 # ------------------------------------------------------------------------------------------------------- wrong flags
