@@ -13,7 +13,7 @@ The first step of a shape runs eagerly and allocates memory, which a capture may
 others are replayed. Graphs last for one call: under autocast they read casts of weights that do not outlive it. The
 engine's trial of an architecture compares a replayed step with the model's own log-probabilities, too.
 
-The steps are tested on the CPU, where they run as they are. Their capture has never been run: it needs a GPU.
+The steps are tested on the CPU, where they run as they are; `make gpu` captures them.
 
 Left out: graphs of prefilling, of sharded models and of architectures that transformers does not compile with a static
 cache (their steps have no buckets), and of streaming (`generate_steps`). Adapters merged into the weights for a call:
