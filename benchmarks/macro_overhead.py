@@ -23,7 +23,7 @@ from typing import Any
 from datasets_prep.cafe import prepare_data
 from datasets_prep.cafe.pretrain_base import BASE_DIR
 from lightrlhf import ppo
-from lightrlhf.plot import read_metrics
+from lightrlhf.storage.run_dir import read_metrics
 
 CONDITIONS = {
     "token": [],

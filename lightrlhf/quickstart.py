@@ -26,7 +26,7 @@ import torch
 from datasets_prep.cafe import prepare_data
 from datasets_prep.cafe.judge import gold
 from datasets_prep.cafe.pretrain_base import BASE_DIR
-from lightrlhf import evaluate, plot, ppo, rm, sft
+from lightrlhf import evaluate, ppo, rm, sft
 from lightrlhf.cli.calls import call
 from lightrlhf.cli.errors import RunFailure, UsageError, one_line_errors
 from lightrlhf.cli.fields import Args, check_args, flag, random_seed
@@ -38,6 +38,7 @@ from lightrlhf.models.loading import find_device
 from lightrlhf.models.tokenizer import load_tokenizer
 from lightrlhf.storage.destinations import check_destination
 from lightrlhf.storage.results import label, panels, save_figure
+from lightrlhf.storage.run_dir import read_metrics
 from lightrlhf.storage.writing import make_folder, writing
 from lightrlhf.training.memory import peak_memory
 
@@ -227,7 +228,7 @@ def draw(output: Path, sft_dir: str, rm_dir: str, ppo_dir: str, rows: list[dict[
     }
     figure, axes = panels([*curves, "gold judge, held-out orders"], lines=2, width=4.3, height=3.2)
     for axis, (folder, *names) in zip(axes, curves.values()):
-        logged = plot.read_metrics(folder)
+        logged = read_metrics(folder)
         for name, style in zip(names, ("-", "o-")):
             points = [(row["step"], row[name]) for row in logged if name in row]
             axis.plot(*zip(*points), style, ms=3, lw=1.4, label="held out" if name.startswith("val") else "training")

@@ -35,9 +35,8 @@ from lightrlhf.cli.groups import (
     SamplingArgs,
     TrainArgs,
 )
-from lightrlhf.plot import read_metrics
 from lightrlhf.programs import PROGRAMS, TRAINING
-from lightrlhf.storage.run_dir import link_latest
+from lightrlhf.storage.run_dir import link_latest, read_metrics
 
 SERVERS = {one.name for one in dataclasses.fields(AheadServerArgs)} - {
     one.name for one in dataclasses.fields(SamplingArgs)
