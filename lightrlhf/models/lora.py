@@ -36,6 +36,7 @@ from lightrlhf.cli.groups import ModelArgs
 from lightrlhf.data.types import PreTrainedModel
 from lightrlhf.gguf.files import find_converted
 from lightrlhf.models.complete import ADAPTER_FILES, HEADS, adapter_weights
+from lightrlhf.models.patterns import resolve_patterns
 from lightrlhf.models.tied import check_layers, is_tied, untie
 
 LoadedAdapters = dict[str, tuple[str, Tensor | None]]  # by source: name of the adapter, scalar head saved with it
@@ -217,6 +218,7 @@ def load_adapter(model: PreTrainedModel, name: str, source: str, config: Any) ->
     has_head = bool(config.modules_to_save)
     config.lora_dropout, config.modules_to_save, config.inference_mode = 0.0, None, True  # it is frozen
     config.init_lora_weights = True
+    resolve_patterns(config, model, source)
     try:
         with torch.random.fork_rng(devices=[]):  # the initial values are overwritten
             _inject(config, model, name)
@@ -224,6 +226,9 @@ def load_adapter(model: PreTrainedModel, name: str, source: str, config: Any) ->
         raise UsageError(f"{source} holds an adapter that does not fit its base: {first_line(problem)}") from None
     check_layers(model, lora_layers(model), name, f"{source} holds an adapter of another kind", MERGE_FIRST)
     stored = {key.removeprefix(PREFIX): value for key, value in adapter_weights(source).items()}
+    if wrong := [key for key, value in stored.items() if not value.is_floating_point()]:
+        kind = str(stored[wrong[0]].dtype).removeprefix("torch.")
+        raise UsageError(f"{source} holds an adapter whose {wrong[0]} has {kind} values; weights are floating-point")
     head = next((stored.pop(key) for key in list(stored) if key.split(".")[0] in HEADS), None)
     if has_head and head is None:
         raise UsageError(f"{source} holds an adapter that lacks the scalar head of its {ADAPTER_CONFIG}; restore it")

@@ -1,7 +1,7 @@
 """New weights for a model in memory, read from the safetensors files of a Hugging Face folder.
 
 Everything is checked before the first weight is overwritten: names, shapes, settings that change what weights mean,
-finite values. So a folder of another model leaves the old weights as they are.
+the kind of numbers, finite values. So a folder of another model leaves the old weights as they are.
 
 Left out: architectures whose files have other names than their modules, and adapters (`Engine.load_adapter`).
 """
@@ -43,13 +43,16 @@ def load_weights(model: Any, folder: Path) -> None:
         if not found:
             raise UsageError(f"{folder} does not fit the model: it lacks {names[0]}")
         for name in found:
+            if stored[name].is_floating_point() != own[name].is_floating_point():
+                kinds = [str(tensor.dtype).removeprefix("torch.") for tensor in (stored[name], own[name])]
+                raise UsageError(f"{folder} does not fit the model: its {name} has {kinds[0]} values, not {kinds[1]}")
             if stored[name].shape != own[name].shape:
                 shapes = " x ".join(map(str, stored[name].shape)), " x ".join(map(str, own[name].shape))
                 raise UsageError(f"{folder} does not fit the model: its {name} is {shapes[0]}, the model's {shapes[1]}")
         if any(not torch.equal(stored[found[0]], stored[name]) for name in found[1:]):
             raise UsageError(f"{folder} does not fit the model: its {' and '.join(found)} differ, the model's are tied")
-    if bad := not_finite(stored.items()):
-        raise UsageError(f"{folder} has weights that are not finite: {bad[0]}")
+    if bad := not_finite((name, tensor.to(own[name].dtype)) for name, tensor in stored.items()):
+        raise UsageError(f"{folder} has weights that are not finite: {bad[0]}, as {str(own[bad[0]].dtype)[6:]}")
     for name, tensor in stored.items():
         own[name].copy_(tensor)
 
