@@ -29,6 +29,7 @@ EXTRAS = {
         "nbclient>=0.10",
         "nbformat>=5.9",
         "ipykernel>=6.29",
+        "openai>=2.0",
         "transformers[serving]>=5.4",
     ],
 }
@@ -47,7 +48,12 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["lightrlhf*", "datasets_prep*"]),
-    package_data={"lightrlhf": ["py.typed"], "lightrlhf.demo": ["assets/*"], "datasets_prep.cafe": ["base/*"]},
+    package_data={
+        "lightrlhf": ["py.typed"],
+        "lightrlhf.data": ["*.jinja"],
+        "lightrlhf.demo": ["assets/*"],
+        "datasets_prep.cafe": ["base/*"],
+    },
     install_requires=[
         "torch>=2.6",
         "lightning>=2.5",
@@ -58,6 +64,7 @@ setup(
         "jinja2>=3.1",  # of transformers, for chat templates
         "numpy>=1.26",
         "packaging>=23",
+        "regex>=2024.4.16",  # of transformers; patterns with a limit of time
         "pyarrow>=15.0",
         "tokenizers>=0.22.1",
         "safetensors>=0.4.3",
