@@ -30,6 +30,7 @@ from lightrlhf.cli.fields import Args, at_least, between, check_args, flag, posi
 from lightrlhf.cli.groups import FrozenArgs
 from lightrlhf.cli.packages import check_package
 from lightrlhf.cli.parser import parse
+from lightrlhf.data.templates import use_template
 from lightrlhf.models.loading import find_device, load_policy
 from lightrlhf.models.lora import ADAPTER_CONFIG
 from lightrlhf.models.names import base_name, holds_reward_model, resolve
@@ -83,6 +84,8 @@ class ServeArgs(Args):
     """Slots of our own engine: rows decoded at a time."""
     kv_cache_gb: float = positive(1.0)
     """Memory of our own engine for keys and values of running requests and of prefixes that they share, in GiB."""
+    chat_template: str | None = flag(None, check=check_text, show="rarely")
+    """File of another chat template for our own engine; tools: the model's own, with tools for one that has none."""
     accelerator: str = flag("auto", check=find_device)
     """cpu, cuda, mps, or auto (a GPU if there is one), of our own engine."""
     enable_lora: bool = False
@@ -109,6 +112,10 @@ def run(args: ServeArgs) -> None:
         return
     if args.host not in LOOPBACK:
         raise UsageError(f"--host {args.host}: {engine} changes weights without asking for a key; use 127.0.0.1")
+    if args.chat_template is not None:
+        raise UsageError(
+            f"--chat_template needs our own engine; for {engine} give --engine_flags='--chat-template FILE'"
+        )
     if args.port == 0:
         raise UsageError(f"--port 0: {engine} needs a fixed port; give one such as 8000")
     launch = Launch(
@@ -135,7 +142,7 @@ def run_own(args: ServeArgs, source: str) -> None:
         raise UsageError(f"--engine_flags {args.engine_flags} needs vLLM, which is not installed here")
     if args.print_command:
         raise UsageError("--print_command True: vLLM is not used, so there is no command")
-    for package in ("starlette", "uvicorn"):
+    for package in ("starlette", "uvicorn", "pydantic"):
         check_package("lightrlhf.serve with our own engine", package, UsageError)
     end_at_once()
     with listening(args.host, args.port) as listener:
@@ -152,6 +159,7 @@ def run_own(args: ServeArgs, source: str) -> None:
 def load_engine(args: ServeArgs, source: str) -> Engine:
     """The model on its device."""
     tokenizer = load_tokenizer(None, source)
+    use_template(tokenizer, args.chat_template)
     policy = load_policy(source, FrozenArgs(trust_remote_code=args.trust_remote_code), tokenizer)
     is_adapter = (Path(source) / ADAPTER_CONFIG).is_file()
     return Engine(

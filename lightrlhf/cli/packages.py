@@ -26,6 +26,7 @@ EXTRAS = {  # import name -> extra
     "gguf": "gguf",
     "starlette": "serve",
     "uvicorn": "serve",
+    "pydantic": "serve",
     "wandb": "wandb",
     "benepar": "benepar",
     "stanza": "stanza",

@@ -11,16 +11,15 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import itertools
-import json
 import secrets
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from functools import partial
-from typing import Any, NamedTuple
+from dataclasses import replace
+from functools import cached_property, partial
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -31,22 +30,15 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 import lightrlhf
 from lightrlhf.cli.errors import first_line
-from lightrlhf.serving.engine import Answer, Choice, Engine
-from lightrlhf.serving.requests import Completion, Refusal, read_completion, read_json, read_required
+from lightrlhf.serving.answers import TRIES, Answer, Json, Streamed, all_events, error, event, lacks_call, whole
+from lightrlhf.serving.bodies import AdapterFolder, AdapterName, NewVersion, Refusal, WeightsFolder, read, read_json
+from lightrlhf.serving.engine import Engine
+from lightrlhf.serving.requests import Completion, further_noise, read_completion
+from lightrlhf.serving.texts import Texts
 
 LARGEST_BODY = 64 * 2**20  # bytes; the noise of a rollout is the largest part
 LONG_BODY = 2**16  # bytes, from which a body takes long to read
 MOST_WAITING = 256  # requests
-LEAST = -9999.0  # log-probability of a token whose probability is 0 by rounding, as OpenAI has it; JSON has no -inf
-Json = dict[str, Any]
-Texts = Callable[[int], str]  # of token ids
-
-
-class Shown(NamedTuple):
-    """What of a choice a stream has sent."""
-
-    text: str
-    count: int  # of its tokens
 
 
 class App:
@@ -86,6 +78,11 @@ class App:
         app = Starlette(routes=routes, exception_handlers=handlers)
         self.asgi: ASGIApp = KeyCheck(app, key)
 
+    @cached_property
+    def texts(self) -> Texts:
+        """The texts of the tokenizer's ids."""
+        return Texts(self.engine.tokenizer)
+
     # ------------------------------------------------------------------------------------------------------ completions
     async def completions(self, request: Request, chat: bool) -> Response:
         """Completions of prompts, or of messages."""
@@ -95,35 +92,40 @@ class App:
         asked = await in_thread(reader, lambda: read_completion(read_json(content), self.engine.limits(), chat))
         identifier = f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(16)}"
         head = {"id": identifier, "created": int(time.time()), "model": asked.model}
-        if asked.stream:
+        if asked.stream and asked.wanted is None:
             return StreamingResponse(self._events(asked, head), media_type="text/event-stream")
         answer = await unless_gone(request, self._complete(asked))
-        return await in_thread(None, lambda: JSONResponse(whole(self.engine.token_text, asked, head, answer)))
+        if asked.stream:
+            return StreamingResponse(all_events(self.texts, asked, head, answer), media_type="text/event-stream")
+        return await in_thread(None, lambda: JSONResponse(whole(self.texts, asked, head, answer)))
 
     async def _complete(self, asked: Completion) -> Answer:
+        """All choices; those that lack the call that is wanted are sampled again, up to `TRIES` times in all."""
         async with self._entered():
-            return await self.engine.complete(asked)
+            answer = await self.engine.complete(asked)
+            for number in range(1, TRIES if asked.wanted is not None else 1):
+                lacking = [i for i, choice in enumerate(answer.choices) if lacks_call(self.texts, asked, choice)]
+                if not lacking:
+                    break
+                noise = further_noise(asked.noise, number)[: len(lacking)]
+                more = await self.engine.complete(replace(asked, n=len(lacking), noise=noise))
+                for place, choice in zip(lacking, more.choices):
+                    answer.choices[place] = choice
+            return answer
 
     async def _events(self, asked: Completion, head: Json) -> AsyncIterator[str]:
         """Server-sent events: what each token adds, [DONE] at the end, or an error."""
-        shown: dict[int, Shown] = {}
-        cached = 0
+        streamed = Streamed(self.texts, asked, head)
         try:
             async with self._entered():
                 async for index, choice, about in self.engine.stream(asked):
-                    before, cached = shown.get(index), about.cached
-                    if before is not None and len(choice.text) < len(before.text):
-                        choice = choice._replace(text=before.text)  # an incomplete character may change earlier text
-                    shown[index] = Shown(choice.text, len(choice.ids))
-                    row = chunk(self.engine.token_text, asked, head, index, choice, before, about.version)
-                    if row is not None:
+                    for row in streamed.rows(index, choice, about):
                         yield event(row)
             if asked.include_usage:
-                sums = usage(asked, sum(one.count for one in shown.values()), cached)
-                yield event({**head, "object": object_of(asked, True), "choices": [], "usage": sums})
+                yield event(streamed.usage())
             yield "data: [DONE]\n\n"
         except Refusal as problem:
-            yield event(error(str(problem), problem.status))
+            yield event(error(str(problem), problem.status, problem.param))
 
     def _check_queue(self) -> None:
         """Raises: Refusal with a time when too many requests wait."""
@@ -187,7 +189,7 @@ class App:
         if body.get("method") != "reload_weights":
             raise Refusal("method must be reload_weights; no other is served")
         given = body.get("kwargs")
-        (folder,) = read_required(given if isinstance(given, dict) else {}, "weights_path")
+        folder = read(WeightsFolder, given if isinstance(given, dict) else {}).weights_path
         await self._change(partial(self.engine.reload, folder))
         return JSONResponse({"results": [None]})
 
@@ -196,7 +198,7 @@ class App:
         return JSONResponse({"success": True})
 
     async def update_weight_version(self, request: Request) -> Response:
-        (version,) = read_required(await read_body(request), "new_version")
+        version = read(NewVersion, await read_body(request)).new_version
         await self.engine.rename(version)
         return JSONResponse({"message": "weight version updated", "weight_version": version})
 
@@ -204,12 +206,12 @@ class App:
         return JSONResponse({"weight_version": self.engine.version})
 
     async def load_lora_adapter(self, request: Request) -> Response:
-        name, folder = read_required(await read_body(request), "lora_name", "lora_path")
-        await self._change(partial(self.engine.load_adapter, name, folder))
-        return JSONResponse({"message": f"adapter {name} is loaded"})
+        asked = read(AdapterFolder, await read_body(request))
+        await self._change(partial(self.engine.load_adapter, asked.lora_name, asked.lora_path))
+        return JSONResponse({"message": f"adapter {asked.lora_name} is loaded"})
 
     async def unload_lora_adapter(self, request: Request) -> Response:
-        (name,) = read_required(await read_body(request), "lora_name")
+        name = read(AdapterName, await read_body(request)).lora_name
         await self._change(partial(self.engine.unload_adapter, name))
         return JSONResponse({"message": f"adapter {name} is unloaded"})
 
@@ -305,104 +307,6 @@ async def unless_gone(request: Request, work: Coroutine[Any, Any, Any]) -> Any:
         leaving.cancel()
 
 
-# -------------------------------------------------------------------------------------------------------------- answers
-def object_of(asked: Completion, streamed: bool) -> str:
-    """OpenAI's name for the kind of an answer."""
-    if asked.chat:
-        return "chat.completion.chunk" if streamed else "chat.completion"
-    return "text_completion"
-
-
-def usage(asked: Completion, sampled: int, cached: int) -> Json:
-    """Token counts, in OpenAI's form; cached: tokens of the prompts that an earlier request had read."""
-    prompt = sum(map(len, asked.prompts))
-    counts = {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
-    return {**counts, "prompt_tokens_details": {"cached_tokens": cached}}
-
-
-def whole(token_text: Texts, asked: Completion, head: Json, found: Answer) -> Json:
-    """The answer with all choices."""
-    rows = []
-    for index, (choice, prompt) in enumerate(zip(found.choices, asked.rows)):
-        row: Json = {"index": index, "finish_reason": choice.finish_reason}
-        if asked.chat:
-            row["message"] = {"role": "assistant", "content": choice.text}
-        else:
-            row["text"] = choice.text
-        row["logprobs"] = format_logprobs(token_text, choice, 0, asked.chat) if asked.logprobs else None
-        if asked.return_token_ids:
-            row["token_ids"] = choice.ids
-            if not asked.chat:
-                row["prompt_token_ids"] = prompt
-        if found.scores is not None:
-            row["prompt_logprobs"] = format_scores(token_text, prompt, found.scores[index // asked.n])
-        rows.append(row)
-    sums = usage(asked, sum(len(choice.ids) for choice in found.choices), found.cached)
-    answer = {**head, "object": object_of(asked, False), "choices": rows, "usage": sums}
-    if asked.chat and asked.return_token_ids:
-        answer["prompt_token_ids"] = asked.prompts[0]
-    return {**answer, "weight_version": found.version}
-
-
-def chunk(
-    token_text: Texts, asked: Completion, head: Json, index: int, choice: Choice, before: Shown | None, version: str
-) -> Json | None:
-    """The part of a choice that is new; None if nothing shows yet."""
-    text, count = before or Shown("", 0)
-    more = choice.text[len(text) :]
-    if not more and count == len(choice.ids) and choice.finish_reason is None:
-        return None
-    row: Json = {"index": index, "finish_reason": choice.finish_reason}
-    if asked.chat:
-        row["delta"] = ({} if before else {"role": "assistant"}) | {"content": more}
-    else:
-        row["text"] = more
-    row["logprobs"] = format_logprobs(token_text, choice, count, asked.chat) if asked.logprobs else None
-    if asked.return_token_ids:
-        row["token_ids"] = choice.ids[count:]
-        if before is None and not asked.chat:
-            row["prompt_token_ids"] = asked.rows[index]
-    answer = {**head, "object": object_of(asked, True), "choices": [row], "weight_version": version}
-    if before is None and asked.chat and asked.return_token_ids:
-        answer["prompt_token_ids"] = asked.prompts[0]
-    return answer
-
-
-def format_logprobs(token_text: Texts, choice: Choice, start: int, chat: bool) -> Json:
-    """Log-probabilities of a choice's tokens from `start` on, in OpenAI's form."""
-    values = [max(value, LEAST) for value in choice.logprobs[start:]]
-    tokens = [token_text(index) for index in choice.ids[start:]]
-    if chat:
-        content = [
-            {"token": token, "logprob": value, "bytes": list(token.encode()), "top_logprobs": []}
-            for token, value in zip(tokens, values)
-        ]
-        return {"content": content}
-    offset = sum(len(token_text(index)) for index in choice.ids[:start])
-    offsets = list(itertools.accumulate(map(len, tokens), initial=offset))[:-1]
-    return {"tokens": tokens, "token_logprobs": values, "top_logprobs": None, "text_offset": offsets}
-
-
-def format_scores(token_text: Texts, prompt: list[int], values: list[float]) -> list[Json | None]:
-    """Log-probabilities of a prompt's tokens, in vLLM's form: by id, none of the first."""
-    return [None] + [
-        {str(index): {"logprob": max(value, LEAST), "decoded_token": token_text(index)}}
-        for index, value in zip(prompt[1:], values)
-    ]
-
-
-def event(row: Json) -> str:
-    """One server-sent event."""
-    return f"data: {json.dumps(row)}\n\n"
-
-
-def error(line: str, status: int) -> Json:
-    """The body of a refusal, in OpenAI's form."""
-    kinds = {400: "BadRequestError", 401: "AuthenticationError", 404: "NotFoundError", 413: "BadRequestError"}
-    kinds[429] = "RateLimitError"
-    return {"error": {"message": line, "type": kinds.get(status, "InternalServerError"), "param": None, "code": status}}
-
-
 def report(problem: BaseException) -> str:
     """One line on an unexpected failure, also on standard error."""
     line = f"{type(problem).__name__}: {first_line(problem)[:300]}"
@@ -411,7 +315,7 @@ def report(problem: BaseException) -> str:
 
 
 async def on_refusal(request: Request, problem: Refusal) -> Response:
-    return JSONResponse(error(str(problem), problem.status), problem.status, problem.headers)
+    return JSONResponse(error(str(problem), problem.status, problem.param), problem.status, problem.headers)
 
 
 async def not_served(request: Request, problem: HTTPException) -> Response:

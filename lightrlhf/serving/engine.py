@@ -11,7 +11,7 @@ Left out: several devices.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Generator, Sequence
+from collections.abc import AsyncIterator, Callable, Generator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,11 +21,9 @@ import torch
 from lightrlhf import cpu
 from lightrlhf.cli.errors import NotFinite, UsageError, first_line
 from lightrlhf.data.batch import response_batch
-from lightrlhf.data.tokens import decode
 from lightrlhf.data.types import Tokenizer
 from lightrlhf.generation.engine import Completions, generate_turns
 from lightrlhf.generation.rollout import score_logprobs
-from lightrlhf.generation.sampling import first_stop
 from lightrlhf.generation.scheduler import Scheduler
 from lightrlhf.generation.slots import SPARE_COLUMNS
 from lightrlhf.generation.tickets import Ask, Failed, Job, Token
@@ -33,30 +31,13 @@ from lightrlhf.maths.finite import not_finite
 from lightrlhf.models import lora
 from lightrlhf.models.roles import Policy, vocabulary_size
 from lightrlhf.models.tokenizer import end_ids
-from lightrlhf.serving.requests import Completion, Refusal, Served
+from lightrlhf.serving.answers import Answer, Choice
+from lightrlhf.serving.bodies import Refusal
+from lightrlhf.serving.requests import Completion, Served
 from lightrlhf.serving.weights import load_weights
 
 MOST_ADAPTERS = 4
-MOST_HELD = 8  # tokens that may spell one character, and a few more
 UNLIMITED = 2**20  # positions of an architecture that names no limit
-
-
-class Choice(NamedTuple):
-    """One response, complete or so far."""
-
-    text: str
-    ids: list[int]
-    logprobs: list[float]
-    finish_reason: str | None  # None: not complete
-
-
-class Answer(NamedTuple):
-    """The answer to a request."""
-
-    choices: list[Choice]
-    scores: list[list[float]] | None  # log-probability of each token of each prompt after its first, at temperature 1
-    version: str  # of the weights
-    cached: int = 0  # tokens of the prompts that another request had read
 
 
 class Adapter(NamedTuple):
@@ -91,7 +72,6 @@ class Engine:
         self.policy, self.merged_into = policy, merged_into
         self.adapters: dict[str, Adapter] = {}
         self.num_loaded, self.num_reloads = 0, 0
-        self.texts: dict[int, str] = {}  # of tokens
         self.version = "default"  # of the weights, a name that clients give
         self.scheduler = Scheduler(tokenizer, num_slots, cache_bytes, self._autocast)
         self.packed: dict[tuple[Policy, torch.dtype], Any] = {}  # weights for requests with noise
@@ -115,11 +95,10 @@ class Engine:
                 cached, version = found, name
                 for token in tokens:
                     rows[token.index].add(token)
-        choices = await asyncio.to_thread(lambda: [self._whole(request, row) for row in rows])
         scores = None
         if request.prompt_logprobs:
             scores = await self.run(self._scores(request))
-        return Answer(choices, scores, version, cached)
+        return Answer([row.choice() for row in rows], scores, version, cached)
 
     async def stream(self, request: Completion) -> AsyncIterator[tuple[int, Choice, Answer]]:
         """Each choice so far, by its index, when it has more tokens, and an answer without choices. Raises: Refusal."""
@@ -129,19 +108,12 @@ class Engine:
                 yield index, choice, answer
             return
         rows = [Reply([], [], None) for _ in request.rows]
-        texts = [GrowingText(lambda ids: self._text(request, ids)) for _ in rows]
-        stops = [] if request.include_stop else request.sampling.stop_strings
         async for tokens, cached, version in self._tokens(request):
             about = Answer([], None, version, cached)
             for token in tokens:
                 row = rows[token.index]
                 row.add(token)
-                if token.finish is not None:
-                    yield token.index, self._whole(request, row), about
-                else:
-                    text = texts[token.index].add(row.ids)
-                    shown = text[: len(text) - begun(text, stops)]
-                    yield token.index, Choice(shown, row.ids, row.logprobs, None), about
+                yield token.index, row.choice(), about
 
     async def _tokens(self, request: Completion) -> AsyncIterator[tuple[list[Token], int, str]]:
         """What each turn of the scheduler adds, with the tokens of prompts that were known, and the version."""
@@ -245,27 +217,6 @@ class Engine:
             return nullcontext()
         return torch.autocast(self.policy.model.device.type, dtype=self.dtype)
 
-    def _whole(self, request: Completion, row: Reply) -> Choice:
-        """A complete response with its text, without the stop text that ended it."""
-        ids, text = row.ids, self._text(request, row.ids)
-        stops = [] if request.include_stop else request.sampling.stop_strings
-        if (end := first_stop(self.tokenizer, ids, stops)) is not None:
-            known = len(self._text(request, ids[: end - 1]).rstrip("\ufffd"))  # the stop text ends after it
-            starts = [at for stop in stops if (at := text.find(stop, max(known - len(stop) + 1, 0))) >= 0]
-            text = text[: min(starts, default=None)]
-        return Choice(text, ids, row.logprobs, row.finish)
-
-    def _text(self, request: Completion, ids: list[int]) -> str:
-        if request.skip_special_tokens:
-            return decode(self.tokenizer, ids)
-        return str(self.tokenizer.decode(ids, clean_up_tokenization_spaces=False))
-
-    def token_text(self, index: int) -> str:
-        """The text of one token, remembered; half of a character is U+FFFD."""
-        if index not in self.texts:
-            self.texts[index] = str(self.tokenizer.decode([index], clean_up_tokenization_spaces=False))
-        return self.texts[index]
-
     # ---------------------------------------------------------------------------------------------------------- weights
     def reload(self, folder: str) -> None:
         """Load the weights of a Hugging Face folder in place. Raises: Refusal, with the old weights as they were."""
@@ -338,31 +289,6 @@ class Reply:
         self.logprobs.append(token.logprob)
         self.finish = token.finish
 
-
-class GrowingText:
-    """The text of a growing list of ids, without decoding all of it at each token.
-
-    What ids add is the text with them less the text without, both from a few tokens before: a tokenizer may begin a
-    text otherwise than it goes on. Text that further tokens may change is held back: an incomplete character.
-    """
-
-    def __init__(self, decode: Callable[[list[int]], str]) -> None:
-        self.decode = decode
-        self.text = ""
-        self.start, self.read = 0, 0  # of the tokens that are decoded again, and of those that are in the text
-
-    def add(self, ids: list[int]) -> str:
-        """The text of ids that begin with those before."""
-        before, whole = self.decode(ids[self.start : self.read]), self.decode(ids[self.start :])
-        if whole.endswith("\ufffd") and len(ids) - self.read < MOST_HELD:
-            return self.text
-        self.text += whole[len(before) :]
-        if len(whole) > len(before):
-            self.start, self.read = self.read, len(ids)
-        return self.text
-
-
-def begun(text: str, stops: Sequence[str]) -> int:
-    """Characters at the end of a text that may become a stop text: the longest beginning of one."""
-    lengths = (n for stop in stops for n in range(1, min(len(stop), len(text) + 1)) if text.endswith(stop[:n]))
-    return max(lengths, default=0)
+    def choice(self) -> Choice:
+        """The choice so far."""
+        return Choice(self.ids, self.logprobs, self.finish)

@@ -1,23 +1,19 @@
-"""Bodies of requests, checked field by field before any work: a request, or one line on why it is refused.
+"""Requests of completions and chat, checked before any work: a request, or one line on why it is refused.
 
-Fields and defaults are OpenAI's with vLLM's additions. A field that would change what is sampled and is not served is
-refused unless it has its neutral value; a misspelt one is refused, too. `noise` is ours: the uniform numbers to sample
-with, so that a server samples bit by bit what the engine samples in the trainer's process.
-
-Left out: log-probabilities of other than the sampled tokens, tools, formats of answers, and penalties other than the
-repetition penalty.
+The results of a turn's calls are put into the order of the calls. `noise` is ours: the uniform numbers to sample with,
+so that a server samples bit by bit what the engine samples in the trainer's process.
 """
 
 from __future__ import annotations
 
 import base64
 import binascii
+import hashlib
 import json
-import math
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,23 +22,27 @@ from torch import Tensor
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.cli.groups import DecodingArgs
 from lightrlhf.data.batch import seeded_noise
-from lightrlhf.data.chat import Messages
+from lightrlhf.data.chat import ROLES, Messages
 from lightrlhf.data.tokens import encode_prompt
+from lightrlhf.data.tool_calls import schema_of
 from lightrlhf.data.types import Tokenizer
-
-MOST_ROWS = 16_384  # prompts x n of one request
-MOST_TOKENS = 2**26  # rows x max_tokens, for which memory is taken at once
-HOTTEST = 1e6  # temperature
-LONGEST_LINE = 500  # characters of a refusal
-
-
-class Refusal(Exception):
-    """A request that is not answered: a status, one line on why, and seconds after which it may be."""
-
-    def __init__(self, line: str, status: int = 400, retry_after: int | None = None) -> None:
-        super().__init__(" ".join(line.split())[:LONGEST_LINE])
-        self.status = status
-        self.headers = {} if retry_after is None else {"Retry-After": str(retry_after)}
+from lightrlhf.serving.bodies import (
+    MOST_ROWS,
+    MOST_TOKENS,
+    Call,
+    ChatBody,
+    Function,
+    Message,
+    Refusal,
+    TextBody,
+    Tool,
+    ToolChoice,
+    are_ids,
+    is_text,
+    read,
+    read_body,
+    read_json,
+)
 
 
 class Served(NamedTuple):
@@ -52,14 +52,6 @@ class Served(NamedTuple):
     vocabulary: int  # token ids are below
     positions: int  # of prompt and response together
     models: Sequence[str]  # the model's name, then its adapters'
-
-
-class Field(NamedTuple):
-    """A field of a body."""
-
-    accepts: Callable[[Any], bool]
-    words: str
-    default: Any = None
 
 
 @dataclass(frozen=True)
@@ -82,140 +74,14 @@ class Completion:
     stream: bool
     include_usage: bool
     chat: bool
+    tools: list[dict[str, Any]] | None
+    reads_calls: bool  # whether responses are read as reasoning, content and calls
+    wanted: str | None  # the function that must be called, empty for any; None: no call is needed
 
     @property
     def rows(self) -> list[list[int]]:
         """The prompt of each choice."""
         return [prompt for prompt in self.prompts for _ in range(self.n)]
-
-
-def is_whole(value: Any, least: int = 0, most: int = 2**63 - 1) -> bool:
-    """Whether a value is a whole number between two others; True and 1.0 are not."""
-    return type(value) is int and least <= value <= most
-
-
-def is_number(value: Any) -> bool:
-    """Whether a value is a finite number."""
-    return type(value) in (int, float) and abs(value) <= 1e30 and math.isfinite(value)
-
-
-def is_text(value: Any) -> bool:
-    """Whether a value is a text that can be encoded, without halves of surrogate pairs."""
-    if not isinstance(value, str):
-        return False
-    try:
-        value.encode("utf-8")
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def are_ids(value: Any) -> bool:
-    """Whether a value is a list of whole numbers from 0."""
-    return isinstance(value, list) and set(map(type, value)) <= {int} and min(value, default=0) >= 0
-
-
-def _is_flag(value: Any) -> bool:
-    return isinstance(value, bool)
-
-
-def _are_stops(value: Any) -> bool:
-    return isinstance(value, list) and len(value) <= 16 and all(is_text(one) and one for one in value)
-
-
-def _has_usage(value: Any) -> bool:
-    return isinstance(value, dict) and value.keys() <= {"include_usage", "continuous_usage_stats"}
-
-
-FIELDS = {
-    "model": Field(is_text, "a text"),
-    "n": Field(lambda n: is_whole(n, 1, MOST_ROWS), f"a whole number from 1 to {MOST_ROWS}", 1),
-    "max_tokens": Field(lambda n: is_whole(n, 1, MOST_TOKENS), "a whole number of at least 1"),
-    "temperature": Field(lambda t: is_number(t) and t >= 0, "a number of at least 0", 1.0),
-    "top_p": Field(lambda p: is_number(p) and 0 < p <= 1, "a number above 0 and up to 1", 1.0),
-    "top_k": Field(lambda k: is_whole(k, -1), "a whole number; 0 and -1 take all tokens", 0),
-    "min_p": Field(lambda p: is_number(p) and 0 <= p <= 1, "a number from 0 to 1", 0.0),
-    "repetition_penalty": Field(lambda p: is_number(p) and p > 0, "a number above 0", 1.0),
-    "seed": Field(lambda seed: is_whole(seed), "a whole number of at least 0"),
-    "stop": Field(lambda s: (is_text(s) and bool(s)) or _are_stops(s), "a text or up to 16 texts, none empty"),
-    "stop_token_ids": Field(are_ids, "a list of token ids", []),
-    "include_stop_str_in_output": Field(_is_flag, "true or false", False),
-    "skip_special_tokens": Field(_is_flag, "true or false", True),
-    "ignore_eos": Field(_is_flag, "true or false", False),
-    "allowed_token_ids": Field(lambda ids: are_ids(ids) and bool(ids), "a list of token ids, not empty"),
-    "return_token_ids": Field(_is_flag, "true or false", False),
-    "noise": Field(is_text, "base64 of little-endian float32"),
-    "stream": Field(_is_flag, "true or false", False),
-    "stream_options": Field(_has_usage, "an object with include_usage", {}),
-}
-OF_TEXT = FIELDS | {
-    "prompt": Field(lambda prompt: True, ""),
-    "logprobs": Field(lambda n: is_whole(n, 0, 0), "0 (for the sampled tokens; no others are served), or null"),
-    "prompt_logprobs": Field(lambda n: is_whole(n, 0, 0), "0 (for the prompt's own tokens), or null"),
-}
-OF_CHAT = FIELDS | {
-    "messages": Field(lambda messages: True, ""),
-    "max_completion_tokens": FIELDS["max_tokens"],
-    "logprobs": Field(_is_flag, "true or false", False),
-}
-NEUTRAL: dict[str, tuple[Any, ...]] = {  # fields that are taken with these values, or null, only
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "logit_bias": ({},),
-    "min_tokens": (0,),
-    "best_of": (1,),
-    "echo": (False,),
-    "suffix": ("",),
-    "top_logprobs": (0,),
-    "use_beam_search": (False,),
-    "length_penalty": (1,),
-    "bad_words": ([],),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "response_format": ({"type": "text"},),
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
-    "spaces_between_special_tokens": (True,),
-    "return_tokens_as_token_ids": (False,),
-}
-WITHOUT_EFFECT = {"user", "metadata", "store", "service_tier", "priority", "request_id", "cache_salt"}
-
-
-def read_json(content: bytes) -> dict[str, Any]:
-    """The object in a body. Raises: Refusal when it is not a JSON object, is nested too deep, or has NaN."""
-
-    def constant(name: str) -> NoReturn:
-        raise ValueError(f"{name} is not a number of JSON")
-
-    try:
-        body = json.loads(content, parse_constant=constant)
-    except RecursionError:
-        raise Refusal("the body is nested too deep") from None
-    except ValueError as problem:  # UnicodeDecodeError and numbers of too many digits, too
-        raise Refusal(f"the body is not JSON: {problem}") from None
-    if not isinstance(body, dict):
-        raise Refusal(f"the body must be a JSON object, not a {type(body).__name__}")
-    return body
-
-
-def read_fields(body: dict[str, Any], fields: dict[str, Field]) -> dict[str, Any]:
-    """The values of all fields, null as not given. Raises: Refusal naming a field that is wrong or unknown."""
-    for name, value in body.items():
-        if name in NEUTRAL and value is not None and value not in NEUTRAL[name]:
-            raise Refusal(f"{name} is not served; leave it out")
-        if name not in fields and name not in NEUTRAL and name not in WITHOUT_EFFECT:
-            raise Refusal(f"unknown field {name[:100]!r}")
-        if name in fields and value is not None and not fields[name].accepts(value):
-            raise Refusal(f"{name} must be {fields[name].words}, not {json.dumps(value)[:100]}")
-    return {name: field.default if body.get(name) is None else body[name] for name, field in fields.items()}
-
-
-def read_required(body: dict[str, Any], *names: str) -> list[str]:
-    """Texts of a body that must be given. Raises: Refusal naming the field."""
-    for name in names:
-        if not is_text(body.get(name)) or not body[name] or "\0" in body[name]:
-            raise Refusal(f"{name} must be given, a text")
-    return [body[name] for name in names]
 
 
 def check_room(longest: int, max_tokens: int, positions: int) -> None:
@@ -233,13 +99,19 @@ def check_room(longest: int, max_tokens: int, positions: int) -> None:
 
 def read_completion(body: dict[str, Any], served: Served, chat: bool) -> Completion:
     """The request of a body. Raises: Refusal with one line on what is wrong."""
-    values = read_fields(body, OF_CHAT if chat else OF_TEXT)
-    model = values["model"] or served.models[0]
+    values: Any = read_body(ChatBody if chat else TextBody, body)
+    model = values.model or served.models[0]
     if model not in served.models:
-        raise Refusal(f"unknown model {model[:100]!r}; here are {', '.join(served.models)}")
-    prompts = [read_messages(body.get("messages"), served)] if chat else read_prompts(body.get("prompt"), served)
-    n, longest = values["n"], max(map(len, prompts))
-    max_tokens = values.get("max_completion_tokens") or values["max_tokens"]
+        raise Refusal(f"unknown model {model[:100]!r}; here are {', '.join(served.models)}", param="model")
+    tools, wanted = None, None
+    if chat:
+        messages, tools = read_conversation(body)
+        wanted = read_choice(values.tool_choice, tools)
+        prompts = [encode_messages(messages, served, tools)]
+    else:
+        prompts = read_prompts(values.prompt, served)
+    n, longest = values.n, max(map(len, prompts))
+    max_tokens = (chat and values.max_completion_tokens) or values.max_tokens
     if max_tokens is None:
         max_tokens = max(served.positions - longest, 1) if chat else 16
     check_room(longest, max_tokens, served.positions)
@@ -249,43 +121,50 @@ def read_completion(body: dict[str, Any], served: Served, chat: bool) -> Complet
             f"({MOST_ROWS} responses, {MOST_TOKENS} tokens); send several"
         )
     for name in ("stop_token_ids", "allowed_token_ids"):
-        check_ids(values[name] or [], name, served.vocabulary)
-    greedy = values["temperature"] == 0
-    if not greedy and values["temperature"] < 1e-6:
-        raise Refusal(f"temperature {values['temperature']} is neither 0, the most likely token, nor at least 1e-6")
-    if values["temperature"] > HOTTEST:
-        raise Refusal(f"temperature {values['temperature']:g} is above {HOTTEST:g}, where all tokens are as likely")
-    if values["stream"] and values.get("prompt_logprobs") is not None:
+        check_ids(getattr(values, name) or [], name, served.vocabulary)
+    scores = not chat and values.prompt_logprobs is not None
+    if values.stream and scores:
         raise Refusal("prompt_logprobs are not streamed; leave out stream")
-    stop = values["stop"] or []
-    sampling = DecodingArgs(
-        max_new_tokens=max_tokens,
-        temperature=1.0 if greedy else values["temperature"],
-        do_sample=not greedy,
-        top_k=max(values["top_k"], 0),
-        top_p=values["top_p"],
-        min_p=values["min_p"],
-        repetition_penalty=values["repetition_penalty"],
-        eos_ids=values["stop_token_ids"],
-        stop_strings=[stop] if isinstance(stop, str) else stop,
-    )
+    if wanted is not None and values.noise is not None:
+        raise Refusal("a call that must come is sampled again with other noise; leave out noise or tool_choice")
     return Completion(
         model=model,
         prompts=prompts,
         n=n,
-        sampling=sampling,
+        sampling=read_sampling(values, max_tokens),
         noise=noise_of(values, len(prompts) * n, max_tokens),
-        exact=values["noise"] is not None,
-        ignore_eos=values["ignore_eos"],
-        allowed=sorted(set(values["allowed_token_ids"])) if values["allowed_token_ids"] else None,
-        logprobs=values["logprobs"] is not None and values["logprobs"] is not False,
-        prompt_logprobs=values.get("prompt_logprobs") is not None,
-        return_token_ids=values["return_token_ids"],
-        skip_special_tokens=values["skip_special_tokens"],
-        include_stop=values["include_stop_str_in_output"],
-        stream=values["stream"],
-        include_usage=values["stream_options"].get("include_usage") is True,
+        exact=values.noise is not None,
+        ignore_eos=values.ignore_eos,
+        allowed=sorted(set(values.allowed_token_ids)) if values.allowed_token_ids else None,
+        logprobs=values.logprobs is not None and values.logprobs is not False,
+        prompt_logprobs=scores,
+        return_token_ids=values.return_token_ids,
+        skip_special_tokens=values.skip_special_tokens,
+        include_stop=values.include_stop_str_in_output,
+        stream=values.stream,
+        include_usage=values.stream_options.get("include_usage") is True,
         chat=chat,
+        tools=tools,
+        reads_calls=bool(tools) and values.tool_choice != "none",
+        wanted=wanted,
+    )
+
+
+def read_sampling(values: Any, max_tokens: int) -> DecodingArgs:
+    """The sampling settings of a body. Raises: Refusal for a temperature that is too small to divide by."""
+    greedy = values.temperature == 0
+    if not greedy and values.temperature < 1e-6:
+        raise Refusal(f"temperature {values.temperature} is neither 0, the most likely token, nor at least 1e-6")
+    return DecodingArgs(
+        max_new_tokens=max_tokens,
+        temperature=1.0 if greedy else values.temperature,
+        do_sample=not greedy,
+        top_k=max(values.top_k, 0),
+        top_p=values.top_p,
+        min_p=values.min_p,
+        repetition_penalty=values.repetition_penalty,
+        eos_ids=values.stop_token_ids,
+        stop_strings=[values.stop] if isinstance(values.stop, str) else values.stop,
     )
 
 
@@ -307,38 +186,128 @@ def read_prompts(given: Any, served: Served) -> list[list[int]]:
     return results
 
 
-def read_messages(given: Any, served: Served) -> list[int]:
-    """The ids of messages by the chat template. Raises: Refusal."""
+# ----------------------------------------------------------------------------------------------------------------- chat
+def read_conversation(body: dict[str, Any]) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
+    """The messages and tools of a body, as chat templates take them. Raises: Refusal."""
+    given, tools = body.get("messages"), body.get("tools")
     if not isinstance(given, list) or not given:
-        raise Refusal("messages must be a list of {role, content}, not empty")
-    messages = []
-    for number, message in enumerate(given):
-        if not isinstance(message, dict) or not is_text(message.get("role")):
-            raise Refusal(f"messages {number} must be an object with a role and a content")
-        if more := message.keys() - {"role", "content", "name"}:
-            raise Refusal(f"messages {number} has {min(more)[:100]!r}, which is not served")
-        messages.append({**message, "content": content_of(message.get("content"), number)})
-    ids = encode(messages, served)
+        raise Refusal("messages must be a list of {role, content}, not empty", param="messages")
+    messages = in_order([read_message(message, f"messages {number}") for number, message in enumerate(given)])
+    return messages, [read_tool(tool, f"tools {number}") for number, tool in enumerate(tools or [])] or None
+
+
+def read_message(given: Any, where: str) -> dict[str, Any]:
+    """A message; its calls have objects as arguments. Raises: Refusal."""
+    message = read(Message, given, where)
+    content = message.content
+    if isinstance(content, list):
+        content = "".join(part.text for part in content)
+    if content is None and not message.tool_calls:
+        raise Refusal(f"the content of {where} must be a text, or parts of type text", param=f"{where} content")
+    row: dict[str, Any] = {"role": message.role, "content": content or ""}
+    for name in ("name", "reasoning_content", "tool_call_id"):
+        if (value := getattr(message, name)) is not None:
+            row[name] = value
+    if message.tool_calls:
+        calls = [read(Call, call, f"call {number} of {where}") for number, call in enumerate(message.tool_calls)]
+        row["tool_calls"] = [{"id": call.id, "type": "function", "function": _function(call, where)} for call in calls]
+        if len({call.id for call in calls}) < len(calls):
+            raise Refusal(f"{where} has two calls of one id", param=f"{where} tool_calls")
+    return row
+
+
+def _function(call: Call, where: str) -> dict[str, Any]:
+    try:
+        arguments = read_json(call.function.arguments.encode())
+    except Refusal:
+        raise Refusal(
+            f"the arguments of call {call.id[:60]} of {where} must be the JSON text of an object",
+            param=f"{where} tool_calls",
+        ) from None
+    return {"name": call.function.name, "arguments": arguments}
+
+
+def in_order(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages with the results of each turn's calls in the order of its calls, and with the functions' names.
+
+    A template that writes no ids tells calls by their order. Raises: Refusal when a result is missing or has no call.
+    """
+    found: list[dict[str, Any]] = []
+    waiting: dict[str, dict[str, Any] | None] = {}  # results by call, in the order of the calls
+    names: dict[str, str] = {}
+
+    def close() -> None:
+        if lacking := [name for name, result in waiting.items() if result is None]:
+            raise Refusal(f"the call {lacking[0][:60]} has no result; send a message of role tool for each call")
+        found.extend(result for result in waiting.values() if result is not None)
+        waiting.clear()
+
+    for number, message in enumerate(messages):
+        role, identifier = ROLES.get(message["role"]), message.get("tool_call_id")
+        if role == "tool" and (waiting or identifier is not None):
+            if identifier not in waiting or waiting[identifier] is not None:
+                words = "has no tool_call_id" if identifier is None else f"answers the call {identifier[:60]!r}"
+                raise Refusal(f"messages {number} {words}; the calls before it are {', '.join(waiting) or 'none'}")
+            waiting[identifier] = {"name": names[identifier], **message}
+            continue
+        close()
+        found.append(message)
+        calls = message.get("tool_calls") or []
+        names = {call["id"]: call["function"]["name"] for call in calls}
+        waiting.update(dict.fromkeys(names))
+    close()
+    return found
+
+
+def read_tool(given: Any, where: str) -> dict[str, Any]:
+    """A tool as templates take it. Raises: Refusal."""
+    function = read(Tool, given, where).function
+    read(Function, function, f"the function of {where}")
+    kept = {name: value for name, value in function.items() if name != "strict" and value is not None}
+    try:
+        shown = json.dumps(kept, ensure_ascii=False)
+    except RecursionError:
+        raise Refusal(f"{where} is nested too deep") from None
+    if not is_text(shown):
+        raise Refusal(f"{where} has a text that cannot be encoded")
+    return {"type": "function", "function": kept}
+
+
+def read_choice(given: Any, tools: list[dict[str, Any]] | None) -> str | None:
+    """The function that must be called, empty for any of them; None if no call is needed. Raises: Refusal."""
+    if given in ("none", "auto"):
+        return None
+    if given != "required" and not isinstance(given, dict):
+        raise Refusal(f"tool_choice must be none, auto, required or a function, not {json.dumps(given)[:100]}")
+    name = "" if given == "required" else read(ToolChoice, given, "tool_choice").function.get("name", "")
+    names = [tool["function"]["name"] for tool in tools or []]
+    if not names or (given != "required" and name not in names):
+        raise Refusal(f"tool_choice {name[:100] or 'required'}: the tools are {', '.join(names)[:300] or 'none'}")
+    return name
+
+
+def encode_messages(messages: Messages, served: Served, tools: list[dict[str, Any]] | None) -> list[int]:
+    """The ids of messages by the chat template. Raises: Refusal, also for tools that it cannot write."""
+    if tools:
+        try:
+            schema_of(served.tokenizer)
+        except UsageError as problem:
+            raise Refusal(str(problem), param="tools") from None
+    ids = encode(messages, served, tools)
     check_ids(ids, "the messages", served.vocabulary)
     return ids
 
 
-def content_of(content: Any, number: int) -> str:
-    """The text of a message, which may come in parts. Raises: Refusal."""
-    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
-    if not all(isinstance(part, dict) and part.get("type") == "text" and is_text(part.get("text")) for part in parts):
-        raise Refusal(f"the content of messages {number} must be a text, or parts of type text")
-    return "".join(part["text"] for part in parts)
-
-
-def encode(prompt: str | Messages, served: Served) -> list[int]:
+def encode(prompt: str | Messages, served: Served, tools: list[dict[str, Any]] | None = None) -> list[int]:
     """Token ids of a prompt, in which no text becomes a control token. Raises: Refusal."""
     if not isinstance(prompt, str) and not served.tokenizer.chat_template:
         raise Refusal("this model's tokenizer has no chat template; send a prompt to /v1/completions")
     try:
-        ids = encode_prompt(served.tokenizer, prompt)
+        ids = encode_prompt(served.tokenizer, prompt, tools)
     except UsageError as problem:
         raise Refusal(str(problem)) from None
+    except RecursionError:
+        raise Refusal("the messages are nested too deep") from None
     if not ids:
         raise Refusal("the prompt has no tokens")
     return ids
@@ -351,13 +320,13 @@ def check_ids(ids: Sequence[int], where: str, vocabulary: int) -> None:
         raise Refusal(f"{where} has the token id {str(largest)[:30]}; the model has {vocabulary} tokens")
 
 
-def noise_of(values: dict[str, Any], rows: int, width: int) -> Tensor:
+def noise_of(values: Any, rows: int, width: int) -> Tensor:
     """(rows, width) uniform numbers: those given as `noise`, else drawn from `seed`, else random. Raises: Refusal."""
-    if values["noise"] is None:
-        seed = secrets.randbits(63) if values["seed"] is None else values["seed"]
+    if values.noise is None:
+        seed = secrets.randbits(63) if values.seed is None else values.seed
         return seeded_noise(seed, rows, width)
     try:
-        content = base64.b64decode(values["noise"], validate=True)
+        content = base64.b64decode(values.noise, validate=True)
     except (binascii.Error, ValueError):
         raise Refusal("noise is not base64") from None
     if len(content) != 4 * rows * width:
@@ -368,3 +337,9 @@ def noise_of(values: dict[str, Any], rows: int, width: int) -> Tensor:
     if not bool(((noise >= 0) & (noise < 1)).all()):
         raise Refusal("noise must be numbers from 0 to below 1")
     return noise
+
+
+def further_noise(noise: Tensor, number: int) -> Tensor:
+    """Noise of the same shape to sample a `number`-th time with, the same for the same noise."""
+    digest = hashlib.sha256(noise.numpy().tobytes() + bytes([number])).digest()
+    return seeded_noise(int.from_bytes(digest[:7], "big"), *noise.shape)

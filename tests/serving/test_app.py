@@ -25,8 +25,8 @@ from lightrlhf.models.loading import load_policy
 from lightrlhf.models.roles import Policy
 from lightrlhf.models.saving import export_for_servers
 from lightrlhf.models.tokenizer import end_ids
-from lightrlhf.serving import requests
 from lightrlhf.serving.app import App
+from lightrlhf.serving.bodies import Refusal
 from lightrlhf.serving.engine import Engine
 
 KEY = "key of the tests"
@@ -283,9 +283,10 @@ REFUSED = [
     ({"n": 0}, "n must be a whole number from 1"),
     ({"n": 10**9}, "n must be"),
     ({"n": 16_384, "prompt": [[5]] * 4}, "more than one request may ask for"),
-    ({"temperature": -1}, "temperature must be a number of at least 0"),
+    ({"temperature": -1}, "temperature must be a number from 0 to"),
     ({"temperature": 1e-9}, "temperature 1e-09 is neither 0"),
     ({"temperature": True}, "temperature must be"),
+    ({"temperature": 1e21}, "temperature must be a number from 0 to"),
     ({"temperature": "1"}, "temperature must be"),
     ({"top_p": 0}, "top_p must be"),
     ({"top_k": -2}, "top_k must be"),
@@ -310,6 +311,7 @@ REFUSED = [
     ({"prompt_logprobs": 0, "stream": True}, "prompt_logprobs are not streamed"),
     ({"temprature": 0.5}, "unknown field 'temprature'"),
 ]
+ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
 REFUSED_CHAT = [
     ({"messages": None}, "messages must be a list"),
     ({"messages": []}, "messages must be a list"),
@@ -318,13 +320,18 @@ REFUSED_CHAT = [
         ({"messages": [*HELLO, {"role": role, "content": "x"}]}, f"message 1 has the role {role!r}; use system")
         for role in ("wizard", "User", "", "function_call")
     ),
-    ({"messages": [{"role": None, "content": "x"}]}, "messages 0 must be an object with a role"),
+    ({"messages": [{"role": None, "content": "x"}]}, "the role of messages 0 must be a text"),
     ({"messages": [{"role": "user"}]}, "the content of messages 0 must be a text"),
     ({"messages": [{"role": "user", "content": None}]}, "the content of messages 0 must be a text"),
     ({"messages": [{"role": "user", "content": 5}]}, "the content of messages 0 must be a text"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "the content of messages 0"),
-    ({"messages": [{"role": "assistant", "content": "", "tool_calls": []}]}, "messages 0 has 'tool_calls'"),
-    ({"messages": HELLO, "tools": [{"type": "function"}]}, "tools is not served"),
+    ({"messages": [{**HELLO[0], "audio": {}}]}, "messages 0 has 'audio', which is not served"),
+    ({"messages": HELLO, "tools": [{"type": "function"}]}, "the function of tools 0 must be an object with name"),
+    ({"messages": HELLO, "tools": [ADD]}, "the chat template writes no tools; give another one by --chat_template"),
+    ({"messages": HELLO, "tools": [{"type": "function", "function": {"name": "a b"}}]}, "must be a name of up to 256"),
+    ({"messages": HELLO, "tools": {}}, "tools must be a list of functions"),
+    ({"messages": HELLO, "tool_choice": "required"}, "tool_choice required: the tools are none"),
+    ({"messages": HELLO, "tool_choice": "some"}, "tool_choice must be none, auto, required or a function"),
 ]
 
 
@@ -476,6 +483,9 @@ def wrong_folders(tmp_path, folder, tokenizer) -> dict[str, str]:
         "more": ({**weights, "model.extra": weights[norm].clone()}, {}, "it has model.extra, the model has not"),
         "shape": ({**weights, norm: weights[norm][:-1].clone()}, {}, f"its {norm} is 31, the model's 32"),
         "nan": ({**weights, norm: nan}, {}, f"weights that are not finite: {norm}"),
+        "whole": ({**weights, norm: weights[norm].long()}, {}, f"its {norm} has int64 values, not float32"),
+        "booleans": ({**weights, norm: weights[norm] > 0}, {}, f"its {norm} has bool values, not float32"),
+        "double": ({**weights, norm: weights[norm].double() * 1e300}, {}, f"not finite: {norm}, as float32"),
         "heads": (weights, {"num_attention_heads": 8}, "config.json has num_attention_heads 8, the model 4"),
         "head": ({**weights, head: weights[head][:-1].clone()}, {}, f"its {head} is"),
     }
@@ -630,6 +640,17 @@ def test_an_adapter_answers_by_its_name_and_the_model_stays_as_it_is(client, ada
     assert ids_of(client) == before
 
 
+ENDLESS = r"(?:\w|\.|[a-z])*[^\w.]"
+PATTERNS = [
+    {"target_modules": ENDLESS},
+    {"exclude_modules": ENDLESS},
+    {"rank_pattern": {ENDLESS: 3}},
+    {"alpha_pattern": {ENDLESS: 3}},
+    {"target_modules": "(q_proj"},
+    {"layers_pattern": ENDLESS, "layers_to_transform": [0]},
+]
+
+
 def test_an_adapter_that_cannot_be_served_is_refused_and_leaves_no_trace(client, engine, adapter, folder, tmp_path):
     before = ids_of(client)
     assert load(client, "a", adapter).status_code == 200
@@ -646,6 +667,8 @@ def test_an_adapter_that_cannot_be_served_is_refused_and_leaves_no_trace(client,
         ({k: v for k, v in weights.items() if k != first}, "lacks"),
         ({**weights, first: weights[first][:, :-1].clone()}, "size mismatch"),
         ({**weights, first: weights[first] * float("nan")}, "not finite"),
+        ({**weights, first: weights[first].double() + 1e300}, "not finite"),
+        ({**weights, first: weights[first].long()}, "has int64 values"),
         ({**weights, "base_model.model.none.lora_A.weight": weights[first].clone()}, "no layer"),
     ):
         save_file(changed, file)
@@ -653,6 +676,14 @@ def test_an_adapter_that_cannot_be_served_is_refused_and_leaves_no_trace(client,
         assert answer.status_code == 400 and words in answer.text, answer.text
         assert all({*layer.lora_A} == {"served_0"} for layer in lora.lora_layers(engine.policy.model).values())
     save_file(weights, file)
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    for changed in PATTERNS:
+        (adapter / "adapter_config.json").write_text(json.dumps(config | changed))
+        start = time.monotonic()
+        answer = load(client, "b", adapter)
+        assert answer.status_code == 400 and min(changed) in answer.text, answer.text
+        assert time.monotonic() - start < PATIENCE  # peft alone would match for years
+    (adapter / "adapter_config.json").write_text(json.dumps(config | {"target_modules": r".*\.\w+_proj"}))
     for name in ("b", "c", "d"):
         assert load(client, name, adapter).status_code == 200
     check_refusal(load(client, "e", adapter), 400, "4 adapters are loaded; unload one of a, b, c, d")
@@ -663,7 +694,7 @@ def test_an_adapter_that_cannot_be_served_is_refused_and_leaves_no_trace(client,
 def test_an_adapter_on_top_of_a_merged_one_is_refused(adapter, tokenizer, folder):
     policy = load_policy(str(adapter), ModelArgs(), tokenizer)
     engine = Engine(policy, tokenizer, "model", str(adapter), merged_into=str(folder))
-    with pytest.raises(requests.Refusal, match="top"):
+    with pytest.raises(Refusal, match="top"):
         engine.load_adapter("a", str(adapter))
 
 

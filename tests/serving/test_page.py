@@ -11,7 +11,7 @@ from helpers.pages import blocks
 from helpers.serving import serving
 
 from lightrlhf.serving.app import App
-from lightrlhf.serving.requests import OF_TEXT
+from lightrlhf.serving.bodies import TextBody
 
 PAGE = (ROOT / "howto" / "export.md").read_text(encoding="utf-8")
 
@@ -45,4 +45,4 @@ def test_the_table_has_every_route(monkeypatch):
     table = PAGE.split("### Routes of our own engine")[1].split("\n- ")[0]
     assert {route.path for route in routes} == set(re.findall(r"[ `](/[\w/]+)", table))
     named = re.search(r"/v1/completions` \|(.*)\|", table)[1]
-    assert set(re.findall(r"`(\w+)`", named)) <= OF_TEXT.keys()
+    assert set(re.findall(r"`(\w+)`", named)) <= {*TextBody.model_fields}

@@ -10,7 +10,8 @@ from starlette.testclient import TestClient
 from lightrlhf.cli.groups import ModelArgs
 from lightrlhf.models.loading import load_policy
 from lightrlhf.serving.app import App
-from lightrlhf.serving.engine import Engine, begun
+from lightrlhf.serving.engine import Engine
+from lightrlhf.serving.texts import begun
 
 KEY = "key of the tests"
 STOPS = {
