@@ -223,7 +223,7 @@ class Parser:
     ) -> None:
         from transformers.utils.chat_parsing import ResponseParser
 
-        own = {"tools": list(tools)} if tools and schema.form is None else {}
+        own: dict[str, Any] = {"tools": list(tools)} if tools and schema.form is None else {}
         self.form, self.make_id = schema.form, make_id
         self.problem: str | None = None
         self.parameters = parameters_of(tools)

@@ -79,7 +79,7 @@ class Blocks:
 
         namespace: of the weights that the contents were computed with.
         """
-        parent, found = namespace, []
+        parent, found = namespace, list[int]()
         for start in range(0, len(ids), self.size):
             piece = tuple(ids[start : start + self.size])
             key = parent, piece

@@ -31,7 +31,7 @@ class Ask(NamedTuple):
 class Token(NamedTuple):
     """A sampled token of row `index` of a request; finish: stop or length at its last one."""
 
-    index: int
+    index: int  # type: ignore[assignment]  # hides the method of tuples
     token: int
     logprob: float
     finish: str | None
@@ -123,8 +123,9 @@ def make_rows(ticket: Ticket, asks: Sequence[Ask]) -> Iterator[Row]:
     shared: dict[tuple[int, ...], Shared] = {}
     for index, ask in enumerate(asks):
         args = ask.sampling
-        settings = (args.temperature, args.do_sample, args.top_k, args.top_p, args.min_p, args.repetition_penalty)
-        settings = (*settings, None if ask.allowed is None else tuple(ask.allowed))
+        allowed = None if ask.allowed is None else tuple(ask.allowed)
+        kept = (args.temperature, args.do_sample, args.top_k, args.top_p, args.min_p, args.repetition_penalty)
+        settings = (*kept, allowed)
         prompt = shared.setdefault(tuple(ask.prompt), Shared())
         prompt.num_waiting += 1
         yield Row(ticket, index, ask, [*ask.prompt], frozenset([*ask.ends, *args.eos_ids]), settings, prompt)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -75,19 +75,18 @@ class Attention:
 
         if attention_mask is None or attention_mask.dtype is not torch.int32:
             given = module, query, key, value, attention_mask, dropout, scaling
-            outputs: tuple[Tensor, None] = sdpa_attention_forward(*given, **options)
-            return outputs
+            return sdpa_attention_forward(*given, **options)
         others = [name for name in ("softcap", "position_bias", "cache") if options.get(name) is not None]
         is_causal = options.get("is_causal")
         is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         if dropout or others or not is_causal:
             raise NotImplementedError(f"attention by text: dropout {dropout:g}, causal {is_causal}, {others}")
         dtype = half_precision(query.device) or query.dtype
-        states = [part[0].transpose(0, 1).to(dtype) for part in (query, key, value)]  # (W, heads or groups, D) each
+        q, k, v = (part[0].transpose(0, 1).to(dtype) for part in (query, key, value))  # (W, heads or groups, D) each
         if self.sizes is not None:
             self.sizes.append((query.shape[1], key.shape[1], query.shape[3]))
         scale = query.shape[3] ** -0.5 if scaling is None else scaling
-        out = kernel()(*states, attention_mask[0, 0, 0], attention_mask.shape[2], scale)  # (W, heads, D)
+        out = kernel()(q, k, v, attention_mask[0, 0, 0], attention_mask.shape[2], scale)  # (W, heads, D)
         return out[None], None
 
 
@@ -115,8 +114,8 @@ def kernel() -> Callable[[Tensor, Tensor, Tensor, Tensor, int, float], Tensor]:
     options: dict[str, Any] = {"window_size": (-1, 0)} | ({"enable_gqa": True} if "enable_gqa" in names else {})
 
     def run(query: Tensor, key: Tensor, value: Tensor, ends: Tensor, longest: int, scale: float) -> Tensor:
-        out: Tensor = varlen_attn(query, key, value, ends, ends, longest, longest, scale=scale, **options)
-        return out
+        out: Any = varlen_attn(query, key, value, ends, ends, longest, longest, scale=scale, **options)
+        return cast(Tensor, out)
 
     return run
 
@@ -132,7 +131,8 @@ def attends_by_text(model: PreTrainedModel, inputs: dict[str, Any]) -> bool:
     device, was_training = model.device, model.training
     devices = [] if device.type == "cpu" else [device]
     AttentionInterface.register("sdpa", attend)
-    attend.sizes = sizes = []
+    sizes: list[tuple[int, int, int]] = []
+    attend.sizes = sizes
     try:
         with torch.no_grad(), torch.random.fork_rng(devices, device_type=device.type):
             model.train().base_model(**inputs)
@@ -157,7 +157,7 @@ def is_right(heads: int, groups: int, size: int, device: torch.device, dtype: to
     expected = [part.to(device).requires_grad_(True) for part in states]
     ends, scale = torch.tensor([0, 3, 4, 44], dtype=torch.int32, device=device), size**-0.5
     with torch.enable_grad(), torch.autocast(device.type, enabled=False):
-        out = kernel()(*found, ends, max(lengths), scale)
+        out = kernel()(found[0], found[1], found[2], ends, max(lengths), scale)
         texts = zip(*(part.split(lengths) for part in expected))
         options = {"is_causal": True, "enable_gqa": heads != groups, "scale": scale}
         alone = [scaled_dot_product_attention(*(part.transpose(0, 1) for part in text), **options) for text in texts]

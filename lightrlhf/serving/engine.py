@@ -91,8 +91,8 @@ class Engine:
             cached = 0
         else:
             rows, cached, version = [Reply([], [], None) for _ in request.rows], 0, ""
-            async for tokens, found, name in self._tokens(request):
-                cached, version = found, name
+            async for tokens, count, name in self._tokens(request):
+                cached, version = count, name
                 for token in tokens:
                     rows[token.index].add(token)
         scores = None
