@@ -176,12 +176,15 @@ class OpenBatch:
 
 
 def share_tokens(lengths: Sequence[int], most: int) -> list[int]:
-    """How many of each row's tokens are read in a turn, `most` in total: short ones whole, others by equal parts."""
-    parts = [0] * len(lengths)
-    order = sorted(range(len(lengths)), key=lengths.__getitem__)
-    for place, number in enumerate(order):
-        parts[number] = min(lengths[number], max(most // (len(lengths) - place), 0))
-        most -= parts[number]
+    """How many of each row's tokens are read in a turn, `most` in total.
+
+    Half are the first row's, so that a long prompt comes to its end; the others go to the shortest first.
+    """
+    parts = [min(lengths[0], most if len(lengths) == 1 else most // 2)] + [0] * (len(lengths) - 1)
+    most -= parts[0]
+    for number in sorted(range(len(lengths)), key=lambda number: lengths[number] - parts[number]):
+        more = min(lengths[number] - parts[number], most)
+        parts[number], most = parts[number] + more, most - more
     return parts
 
 

@@ -43,7 +43,7 @@ class Pages:
         if count < 1:
             raise ValueError(f"a KV cache of {num_bytes} bytes has no room for {sample[0].block} tokens")
         self.blocks = Blocks(count, sample[0].block)
-        with torch.inference_mode(False):  # whose tensors could not be written to outside of it
+        with torch.inference_mode(False), torch.no_grad():  # tensors that may be written to in any mode
             self.layers = runner.make_layers(count, runner.zeros)
 
     def copy(self, one: int, other: int) -> None:

@@ -194,7 +194,8 @@ class App:
         return JSONResponse({"results": [None]})
 
     async def reset_prefix_cache(self, request: Request) -> Response:
-        """Nothing to do: no request leaves a cache behind."""
+        """Forget the prefixes of earlier requests, when those that run have ended."""
+        await self._change(lambda: None)
         return JSONResponse({"success": True})
 
     async def update_weight_version(self, request: Request) -> Response:

@@ -268,6 +268,7 @@ def test_requests_from_many_threads_are_answered(policy):
 
 
 def test_tokens_of_a_turn_are_shared_by_length():
-    assert open_batch.share_tokens([5, 100, 100], 45) == [5, 20, 20]
+    assert open_batch.share_tokens([100, 5, 100], 44) == [39, 5, 0]
+    assert open_batch.share_tokens([100, 50, 5], 44) == [22, 17, 5]
     assert open_batch.share_tokens([300], 128) == [128] and open_batch.share_tokens([2, 1], 8) == [2, 1]
     assert sum(open_batch.share_tokens([9] * 7, 4)) == 4

@@ -719,3 +719,19 @@ def test_what_a_trainer_compares(client, policy, tokenizer, folder):
         body = {"prompt": PROMPTS, "max_tokens": 8, "noise": encoded(noise), "logprobs": 0, "return_token_ids": True}
         choices = ask(client, body)["choices"]
         assert [choice["logprobs"]["token_logprobs"] for choice in choices] == local.logprobs
+
+
+def test_a_reset_forgets_prefixes_and_usage_counts_what_was_known(client):
+    body = {"prompt": [5 + number % 30 for number in range(70)], "max_tokens": 2, "n": 2, "ignore_eos": True}
+
+    def cached() -> int:
+        return ask(client, body)["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    assert [cached(), cached()] == [0, 64]
+    assert events(client, {**body, "stream_options": {"include_usage": True}})[-1]["usage"][
+        "prompt_tokens_details"
+    ] == {"cached_tokens": 64}
+    assert client.post("/reset_prefix_cache").json() == {"success": True}
+    assert cached() == 0
+    lines = dict(line.split() for line in client.get("/metrics").text.splitlines())
+    assert int(lines["lightrlhf_sampled_tokens_total"]) == 16 and lines["lightrlhf_running_rows"] == "0"
