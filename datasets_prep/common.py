@@ -33,9 +33,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Literal
 
-from datasets_prep import encoding, report
+from datasets_prep import report
 from datasets_prep.destination import check_own, read_object, replacing
-from datasets_prep.encoding import STAGES, Dropped, Encoder, Example
+from datasets_prep.encoding import STAGES, Dropped, Encoder
+from datasets_prep.flat_rows import write_part
 from datasets_prep.hub import push
 from datasets_prep.reading import Source
 from datasets_prep.selection import Selection
@@ -407,23 +408,6 @@ def write(
 
 
 # -------------------------------------------------------------------------------------------------------------- write
-def rows_of_file(stage: str, examples: Iterable[Example], mask_prompt: bool) -> Iterator[Row]:
-    """Rows of a `.pt` file."""
-    for e in examples:
-        ids = e.ids[0]
-        if stage == "finetune":
-            yield {"prompt_len": e.prompt_len, "input_ids": ids, "targets": encoding.targets_of(e, mask_prompt)}
-        elif stage == "preference":
-            columns = {"columns": e.extra} if e.extra else {}
-            yield {"prompt_len": e.prompt_len, "chosen_input_ids": ids, "rejected_input_ids": e.ids[1]} | columns
-        elif stage == "dialogue":
-            columns = {"columns": e.columns} if e.columns else {}
-            yield {"messages": e.extra, "input_ids": ids, "turn_spans": e.spans} | columns
-        else:
-            label = {"label": e.label} if stage == "unpaired" else {}
-            yield {"prompt_len": e.prompt_len, "input_ids": ids} | label | {"columns": e.extra}
-
-
 def write_split(
     folder: Path, selection: Selection, stage: str, split: str, args: PrepareArgs, tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, Any]:
@@ -436,7 +420,7 @@ def write_split(
                 stage,
                 numbers,
                 tokenizer,
-                lambda own: file.extend(rows_of_file(stage, own, args.mask_prompt)),
+                lambda part: write_part(file, part, args.mask_prompt),
             )
     except RunFailure as problem:  # names a temporary file; its cause gets the name of the destination
         raise problem.__cause__ or problem from None

@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from datasets_prep.encoding import Dropped, Example
+from datasets_prep.flat_rows import content
 from datasets_prep.selection import Selection
-from datasets_prep.spool import LABELS, batches
+from datasets_prep.spool import LABELS, Part, batches
 from lightrlhf.cli.parser import to_dict
 from lightrlhf.data.tokens import marked_text
 
@@ -170,7 +171,7 @@ def describe(
     stage: str,
     numbers: np.ndarray,
     tokenizer: PreTrainedTokenizerBase,
-    write: Callable[[list[Example]], object] = list,
+    write: Callable[[Part], None] = lambda _: None,
 ) -> dict[str, Any]:
     """Lengths, special tokens, content hash and a sample of a file; its examples go to `write`, some at a time."""
     index = selection.encoded.index[numbers]
@@ -178,12 +179,12 @@ def describe(
     special = {name: getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "unk")}
     counts, digest = Counter[str](), hashlib.sha256()
     for batch in batches(numbers):
-        examples = [selection.encoded.example(number) for number in batch]
-        every = np.concatenate([ids for example in examples for ids in example.ids])
-        counts.update({name: int((every == i).sum()) for name, i in special.items() if i is not None})
-        for example in examples:
-            _add_content(digest, example)
-        write(examples)
+        part = selection.encoded.part(batch)
+        for name, token in special.items():
+            if token is not None:
+                counts[name] += sum(int(np.count_nonzero(side == token)) for side in part.sides)
+        digest.update(content(part))
+        write(part)
     edges = np.unique(np.linspace(0, max(int(lengths.max()), 1), 21).astype(int))
     labels = [str(LABELS[label]) for label in dict.fromkeys(index["label"].tolist())]
     return {
@@ -208,14 +209,6 @@ def _spread(lengths: np.ndarray) -> dict[str, float]:
     low, middle, high = np.percentile(lengths, [5, 50, 95]).tolist()
     mean, longest = round(float(lengths.mean()), 1), int(lengths.max())
     return {"mean": mean, "p5": low, "median": middle, "p95": high, "max": longest}
-
-
-def _add_content(digest: Any, example: Example) -> None:
-    values = [example.prompt_len, example.spans, example.extra]
-    values += [] if example.label is None else [example.label]
-    digest.update(json.dumps(values, sort_keys=True, default=str).encode())
-    for ids in example.ids:
-        digest.update(len(ids).to_bytes(8, "big") + ids.astype("<i4").tobytes())
 
 
 def marked(stage: str, example: Example, tokenizer: PreTrainedTokenizerBase) -> str:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,11 +36,16 @@ LABELS = (None, False, True)
 RECORD = np.dtype(
     [
         *((name, "u1") for name in ("stage", "split", "cut", "label")),  # places in STAGES, SPLITS, LABELS
+        ("columns", "u1"),  # whether it has any
         *((name, "u4") for name in ("kind", "prompt_len", "first", "second", "spans")),  # lengths of sides; 2 a span
         *((name, "u8") for name in ("key", "group", "ids", "values", "source")),  # hashes; places in the files
         *((name, "u4") for name in ("values_len", "source_len")),
     ]
 )
+
+
+_STAGES, _SPLITS = ({name: number for number, name in enumerate(names)} for names in (STAGES, SPLITS))
+NO_COLUMNS = plain_json.encode({"columns": {}})
 
 
 class Packed(NamedTuple):
@@ -53,37 +58,65 @@ class Packed(NamedTuple):
     dropped: list[Dropped]
 
 
+class Part(NamedTuple):
+    """Some examples of one stage in flat arrays."""
+
+    records: np.ndarray  # (N,) RECORD
+    sides: list[np.ndarray]  # int32: all ids of each side, one example after the other
+    spans: np.ndarray  # int32: [start, end) of each response
+    rest: list[bytes]  # JSON of the other fields of each row (`plain_json`)
+
+
 def pack(examples: list[Example], dropped: list[Dropped]) -> Packed:
     """Pack examples in flat arrays; ids that several stages share are there once."""
-    records, arrays, size, texts, text_size = [], [], 0, [], 0
+    numbers: list[tuple[int, ...]] = []
+    arrays: list[np.ndarray] = []
+    texts: list[bytes] = []
+    size = text_size = 0
     kinds: dict[tuple[str | None, tuple[str, ...]], int] = {}
-    places: dict[tuple[int, int], int] = {}  # of ids and spans by their address, which lives as long as the examples
+    places: dict[tuple[int, tuple[int, ...]], int] = {}  # of ids and spans, by the array, which lives as long
     source: tuple[Example, int, int] | None = None
-
-    def add(text: bytes) -> tuple[int, int]:
-        nonlocal text_size
-        texts.append(text)
-        text_size += len(text)
-        return text_size - len(text), len(text)
-
     for e in examples:
-        spans = [place for span in e.spans for place in span]
-        address = (e.ids[0].__array_interface__["data"][0], hash(tuple(spans)) if spans else len(e.ids[0]))
-        if len(e.ids) > 1 or address not in places:
-            parts = [*e.ids, np.array(spans, dtype=np.int32)]
-            places[address], size = size, size + sum(map(len, parts))
-            arrays += parts
+        first, second = e.ids[0], e.ids[1] if len(e.ids) > 1 else None
+        spans = tuple([place for span in e.spans for place in span])
+        start = places.get((id(first), spans)) if second is None else None
+        if start is None:
+            places[id(first), spans] = start = size
+            arrays += [first, *([] if second is None else [second]), *([np.array(spans, np.int32)] if spans else [])]
+            size += len(first) + (0 if second is None else len(second)) + len(spans)
         if source is None or source[0].place.source != e.place.source or source[0].row is not e.row:
-            text = json.dumps([e.place.source, e.row], default=str)
-            source = (e, *add(text.encode("utf-8", "surrogatepass")))
-        values = add(plain_json.encode([e.extra, e.columns])) if e.extra or e.columns else (0, 0)
-        numbers = STAGES.index(e.stage), SPLITS.index(e.place.split), e.cut, LABELS.index(e.label)
-        lengths = e.prompt_len, len(e.ids[0]), len(e.ids[1]) if len(e.ids) > 1 else 0, len(spans)
-        kind = kinds.setdefault((e.read_as, e.notes), len(kinds))
-        where = places[address], values[0], source[1], values[1], source[2]
-        records.append((*numbers, kind, *lengths, e.key, e.place.group, *where))
+            text = json.dumps([e.place.source, e.row], default=str).encode("utf-8", "surrogatepass")
+            source = (e, text_size, len(text))
+            texts.append(text)
+            text_size += len(text)
+        rest = _rest_of(e)
+        if rest:
+            texts.append(rest)
+        numbers.append(
+            (
+                _STAGES[e.stage], _SPLITS[e.place.split], e.cut, LABELS.index(e.label),
+                bool(e.columns or (e.extra and e.stage != "dialogue")),
+                kinds.setdefault((e.read_as, e.notes), len(kinds)),
+                e.prompt_len, len(first), 0 if second is None else len(second), len(spans),
+                e.key, e.place.group, start, text_size, source[1], len(rest), source[2],
+            )
+        )  # fmt: skip
+        text_size += len(rest)
+    table = np.array(numbers, dtype=np.uint64).reshape(len(numbers), len(RECORD))
+    records = np.empty(len(numbers), dtype=RECORD)
+    for place, name in enumerate(RECORD.names or ()):
+        records[name] = table[:, place]
     flat = np.concatenate(arrays) if arrays else np.empty(0, dtype=np.int32)
-    return Packed(np.array(records, dtype=RECORD), flat, b"".join(texts), list(kinds), dropped)
+    return Packed(records, flat, b"".join(texts), list(kinds), dropped)
+
+
+def _rest_of(e: Example) -> bytes:
+    """JSON of the fields of an example's row that are no numbers."""
+    if e.stage == "finetune":
+        return b""
+    if e.stage == "dialogue":
+        return plain_json.encode({"messages": e.extra} | ({"columns": e.columns} if e.columns else {}))
+    return plain_json.encode({"columns": e.extra}) if e.extra else b"" if e.stage == "preference" else NO_COLUMNS
 
 
 class Spool:
@@ -192,6 +225,7 @@ class Encoded:
             split,
             cut,
             label,
+            _,
             kind,
             prompt_len,
             first,
@@ -207,16 +241,27 @@ class Encoded:
         ends = start + first, start + first + second, start + first + second + spans
         sides = [self._ids[start : ends[0]], *([self._ids[ends[0] : ends[1]]] if second else [])]
         flat = self._ids[ends[1] : ends[2]].tolist()
-        extra, columns = plain_json.decode(self._text(values, lengths[0])) if lengths[0] else (None, {})
+        rest = plain_json.decode(self._text(values, lengths[0])) if lengths[0] else {}
         name = STAGES[stage]
-        if extra is None and name != "finetune":
-            extra = {}
+        columns = rest.get("columns", {}) if name == "dialogue" else {}
+        extra = None if name == "finetune" else rest["messages"] if name == "dialogue" else rest.get("columns", {})
         read_as, notes = self.kinds[kind]
         place = Place(group, SPLITS[split], frozenset({name}), self.source(number)[0])
         pairs = list(zip(flat[::2], flat[1::2]))
         return Example(
             name, prompt_len, place, sides, pairs, bool(cut), key, extra, columns, LABELS[label], notes, read_as
         )
+
+    def part(self, numbers: Sequence[int] | np.ndarray) -> Part:
+        """Some examples of one stage."""
+        records = self.index[numbers]
+        starts, first, second, spans = (records[n].astype(np.int64) for n in ("ids", "first", "second", "spans"))
+        sides = [_gathered(self._ids, starts, first)]
+        if second.any():
+            sides.append(_gathered(self._ids, starts + first, second))
+        texts = memoryview(self._texts)
+        rest = [bytes(texts[a : a + n]) for a, n in zip(records["values"].tolist(), records["values_len"].tolist())]
+        return Part(records, sides, _gathered(self._ids, starts + first + second, spans), rest)
 
     def source(self, number: int) -> tuple[str, Any]:
         """The source of an example, and its raw row where that is kept."""
@@ -231,6 +276,11 @@ class Encoded:
             for line in file:
                 reason, stage, source, row = json.loads(line)
                 yield Dropped(reason, source, stage, row)
+
+
+def _gathered(values: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Values at [start, start + length) of each row, one row after the other."""
+    return np.concatenate([values[a:b] for a, b in zip(starts.tolist(), (starts + lengths).tolist())])
 
 
 def batches(numbers: np.ndarray, size: int = 1000) -> Iterable[list[int]]:

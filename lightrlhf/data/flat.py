@@ -355,7 +355,7 @@ def _checked(stored: dict[str, Any], stage: str, path: str) -> FlatRows:
     rows = FlatRows(
         stage, numbers, ragged, rest, Facts(smallest, largest, int(facts["counted"]), columns), digest, path
     )
-    _check_lengths(rows, rest)
+    check_flat(rows, rest.offsets)
     return rows
 
 
@@ -370,10 +370,10 @@ def _are_offsets(offsets: Tensor, end: int) -> bool:
     return len(offsets) > 0 and int(offsets[0]) == 0 and int(offsets[-1]) == end and bool((offsets.diff() >= 0).all())
 
 
-def _check_lengths(rows: FlatRows, rest: Ragged) -> None:
-    """Raises: ValueError naming the field whose rows do not belong to the others."""
+def check_flat(rows: FlatRows, rest: Tensor) -> None:
+    """Raises: ValueError naming the field whose rows do not belong to the others. rest: offsets of the JSON."""
     count, lengths = len(rows), {name: rows.column(name) for name in rows.texts}
-    tensors = {**rows.numbers, **{name: part.offsets[1:] for name, part in rows.ragged.items()}, REST: rest.offsets[1:]}
+    tensors = {**rows.numbers, **{name: part.offsets[1:] for name, part in rows.ragged.items()}, REST: rest[1:]}
     for name, values in tensors.items():
         if len(values) != count:
             raise ValueError(f"{count} rows, {len(values)} of {name}")

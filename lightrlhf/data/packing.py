@@ -14,12 +14,13 @@ from torch import Tensor
 
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.data import plain_json
-from lightrlhf.data.flat import LAYOUT, NUMBERS, REST, Digest, Facts, FlatRows, Ragged
-from lightrlhf.data.schema import FIELDS, IGNORE_INDEX, BadRow, Column, Row, bad_row, check_rows
+from lightrlhf.data.flat import LAYOUT, NUMBERS, REST, Digest, Facts, FlatRows, Ragged, check_flat
+from lightrlhf.data.schema import FIELDS, IGNORE_INDEX, BadRow, Column, Row, bad_row, check_columns, check_rows
 from lightrlhf.storage.temporary import temporary_path
 from lightrlhf.storage.writing import make_folder, save_tensors, writing
 
 CHUNK = 1024  # rows that are checked and packed at once
+SIDES = ("chosen_input_ids", "rejected_input_ids")
 
 
 def pack(rows: Sequence[Any], stage: str, source: str = "", vocab_size: int | None = None) -> FlatRows:
@@ -65,7 +66,7 @@ def pack_chunk(
     return FlatRows(stage, numbers, ragged, rest, _facts(ragged, rest))
 
 
-def _facts(ragged: Mapping[str, Ragged], rest: list[Row]) -> Facts:
+def _facts(ragged: Mapping[str, Ragged], rest: Iterable[Row]) -> Facts:
     ids = [part.values for name, part in ragged.items() if name.endswith("input_ids")]
     counted = ragged["targets"].values.clamp(min=1) if "targets" in ragged else torch.zeros(0)  # not the first
     columns: dict[str, int] = {}
@@ -177,6 +178,41 @@ class FlatWriter:
         rows = pack_chunk(self._waiting, self.stage, source, self.vocab_size, first)
         rest = _encoded(cast(list[Row], rows.rest), source, first)
         self._waiting = []
+        self._write(rows, rest)
+
+    def extend_flat(
+        self,
+        numbers: dict[str, Tensor],
+        ragged: dict[str, Ragged],
+        rest: Sequence[bytes],
+        columns: Mapping[int, Row],
+    ) -> None:
+        """Add rows that are flat already, in the tensors of `flat.FlatRows`.
+
+        rest: JSON of the other fields of each row (`plain_json`); columns: of the rows that have any, by their number
+        among these. Raises: UsageError where a file of such rows would be refused.
+        """
+        if self._waiting:
+            self._flush()
+        if self.stage == "preference":
+            sides = (Column(ragged[name].values, ragged[name].lengths()) for name in SIDES)
+            numbers = numbers | {"differ_at": _differ_at(*sides)}
+        rows = FlatRows(self.stage, numbers, ragged, [], _facts(ragged, [{"columns": one} for one in columns.values()]))
+        try:
+            for index, one in columns.items():
+                check_columns(one, index, is_stored=True)
+        except BadRow as bad:
+            raise bad_row(bad, str(self.path), self.count) from None
+        try:
+            check_flat(rows, offsets_of(torch.tensor([len(one) for one in rest])))
+            if rows.facts().smallest < 0:
+                raise ValueError("token ids below 0")
+        except ValueError as problem:
+            raise UsageError(f"{self.path}: rows from {self.count} on cannot be written ({problem})") from None
+        self.count += len(rows)
+        self._write(rows, rest)
+
+    def _write(self, rows: FlatRows, rest: Sequence[bytes]) -> None:
         self._facts = rows.facts() if self._facts is None else self._facts.merge(rows.facts())
         self._digest.update(rows, rest)
         with writing(self.path):

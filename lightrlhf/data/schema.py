@@ -108,7 +108,7 @@ def _check(rows: Sequence[Any], stage: str, vocab_size: int | None, is_stored: b
             keys = sorted(map(str, row)) if isinstance(row, dict) else f"a {type(row).__name__}"
             raise BadRow(index, f"has {keys}, but the {stage} stage requires {sorted(needed)}")
         if "columns" in row:
-            _check_columns(row["columns"], index, is_stored)
+            check_columns(row["columns"], index, is_stored)
     ids = {name: _ids(rows, name, vocab_size) for name in sorted(needed) if name.endswith("input_ids")}
     if "prompt_len" in needed:
         _check_prompts(rows, stage, ids)
@@ -246,8 +246,11 @@ def _check_sides(rows: Sequence[Row], ids: Mapping[str, Column]) -> dict[str, Co
     return columns
 
 
-def _check_columns(columns: Any, index: int, is_stored: bool) -> None:
-    """Columns of given rows may hold any objects, which a reward function gets as they are."""
+def check_columns(columns: Any, index: int, is_stored: bool) -> None:
+    """Check the `columns` of a row: of given rows they may hold any objects, which a reward function gets as they are.
+
+    Raises: BadRow.
+    """
     if not isinstance(columns, dict):
         raise BadRow(index, f"has columns {_short(columns)}, not a dict")
     for name, value in columns.items():

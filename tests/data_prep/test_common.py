@@ -13,7 +13,7 @@ import psutil
 import pytest
 import torch
 from helpers import environment
-from helpers.data import arguments, collect, collected, every, gpt2_like, write_lines
+from helpers.data import arguments, collect, collected, every, gpt2_like, targets_of, write_lines
 from helpers.errors import error_naming
 from helpers.flat import stored_rows
 from helpers.processes import PATIENCE, started
@@ -21,7 +21,7 @@ from transformers import AutoTokenizer
 
 from datasets_prep import common, stream
 from datasets_prep.common import PrepareArgs, prepare
-from datasets_prep.encoding import Encoder, targets_of
+from datasets_prep.encoding import Encoder
 from datasets_prep.generic import prepare_data as generic
 from datasets_prep.helpful_harmless import prepare_data as helpful_harmless
 from datasets_prep.splits import Placement, shares_of

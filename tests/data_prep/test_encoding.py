@@ -2,13 +2,22 @@
 
 import numpy as np
 import pytest
-from helpers.data import chatml_like, collected, every, gpt2_like, llama3_like, sentencepiece_like, write_lines
+from helpers.data import (
+    chatml_like,
+    collected,
+    every,
+    gpt2_like,
+    llama3_like,
+    sentencepiece_like,
+    targets_of,
+    write_lines,
+)
 from helpers.errors import error_naming, refused
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from datasets_prep.common import complete
-from datasets_prep.encoding import LOSSY, targets_of
+from datasets_prep.encoding import LOSSY
 from datasets_prep.generic import prepare_data as generic
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.data.rendering import writes_date

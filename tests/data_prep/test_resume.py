@@ -32,7 +32,7 @@ def dies(function):
         return function(*args, **kwargs)
     return replaced
 spool.Spool.append, spool.Spool.note = dies(spool.Spool.append), dies(spool.Spool.note)
-spool.Encoded.example = dies(spool.Encoded.example)
+spool.Encoded.part = dies(spool.Encoded.part)
 main(sys.argv[2:])
 """
 
@@ -73,7 +73,7 @@ def test_a_killed_preparation_goes_on(tmp_path, flags, small_chunks, capsys):
     whole = prepared(tmp_path / "whole")
     assert "goes on" not in capsys.readouterr().out and not (tmp_path / "whole" / FOLDER).exists()
     killed = [f"--destination_dir={tmp_path / 'killed'}"]
-    for left in (1, 4, 20, 60):  # while rows are encoded, and while files are written
+    for left in (1, 4, 13, 5):  # while rows are encoded, and while files are written
         command = [sys.executable, "-c", KILLED, str(left), *flags, *killed]
         done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True)
         assert done.returncode == -signal.SIGKILL, done.stderr

@@ -7,13 +7,15 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from datasets_prep.common import PrepareArgs, complete, encoded, rows_of
-from datasets_prep.encoding import Encoder
+from datasets_prep.encoding import Encoder, Example
 from datasets_prep.reading import Source
 from datasets_prep.splits import Placement
+from lightrlhf.data.schema import IGNORE_INDEX
 
 SENTENCES = [
     "Human: Could I get a large oat latte and two muffins, please?",
@@ -146,3 +148,33 @@ def collected_file(module: Any, args_class: type[PrepareArgs], file: Path, **giv
 def every(examples: dict, stage: str) -> list:
     """The examples of a stage, whatever their split."""
     return [example for members in examples.get(stage, {}).values() for example in members]
+
+
+def targets_of(example: Example, mask_prompt: bool) -> np.ndarray:
+    """(T,) int32: the ids that carry loss, `IGNORE_INDEX` elsewhere."""
+    ids = example.ids[0]
+    if not mask_prompt:
+        return ids.copy()
+    targets = np.full_like(ids, IGNORE_INDEX)
+    for start, end in example.spans:
+        targets[start:end] = ids[start:end]
+    return targets
+
+
+def rows_of_file(stage: str, examples: Iterable[Example], mask_prompt: bool = True) -> list[dict[str, Any]]:
+    """The rows of a `.pt` file, one by one."""
+    rows: list[dict[str, Any]] = []
+    for e in examples:
+        ids = e.ids[0]
+        if stage == "finetune":
+            rows.append({"prompt_len": e.prompt_len, "input_ids": ids, "targets": targets_of(e, mask_prompt)})
+        elif stage == "preference":
+            columns = {"columns": e.extra} if e.extra else {}
+            rows.append({"prompt_len": e.prompt_len, "chosen_input_ids": ids, "rejected_input_ids": e.ids[1]} | columns)
+        elif stage == "dialogue":
+            columns = {"columns": e.columns} if e.columns else {}
+            rows.append({"messages": e.extra, "input_ids": ids, "turn_spans": e.spans} | columns)
+        else:
+            label = {"label": e.label} if stage == "unpaired" else {}
+            rows.append({"prompt_len": e.prompt_len, "input_ids": ids} | label | {"columns": e.extra})
+    return rows
