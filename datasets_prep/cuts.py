@@ -17,12 +17,10 @@ from collections.abc import Sequence
 from itertools import cycle
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
-
 from datasets_prep.borders import Borders, is_bytes_of_words
 from datasets_prep.turns import BadRow, Cut, Dialogue, Turn
 from lightrlhf.data.chat import MARK, controls
-from lightrlhf.data.rendering import Unrendered, render_shown, said
+from lightrlhf.data.rendering import Unrendered, render_plain, render_shown, said
 from lightrlhf.data.turn_ends import answer_end
 
 if TYPE_CHECKING:
@@ -50,7 +48,7 @@ class Cuts:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
-        self.controls = controls(tokenizer)
+        self.controls, self.special_tokens = controls(tokenizer), tokenizer.special_tokens_map
         self.constants = {has_system: _constants(tokenizer, has_system) for has_system in (False, True)}
         self.borders: Borders | None = None  # of a tokenizer whose ids can be cut
         ways = {(one.asks, one.opens, one.closes) for one in self.constants.values() if one}
@@ -65,7 +63,7 @@ class Cuts:
         if self.marker and token in self.controls.texts and closes.endswith(token) and not self.controls.by_other_texts:
             # Raw text: the template's own.
             encoded = tokenizer.backend_tokenizer.encode(self.marker, add_special_tokens=False)
-            self.marker_ids = np.array(encoded.ids, dtype=np.int32).tobytes()
+            self.marker_ids = list(encoded.ids)
             self.borders = Borders(tokenizer, asks[tokens[-1].end() :] if tokens else self.marker)
 
     def __call__(self, messages: Sequence[dict[str, Any]], shown: list[dict[str, Any]]) -> Cut | None:
@@ -88,7 +86,7 @@ class Cuts:
             turns.append(Turn(text, constants.opens + answer + constants.closes))
             text += turns[-1].answer
         try:
-            rendered = render_shown(self.tokenizer, shown)
+            rendered = render_plain(self.tokenizer, shown, self.special_tokens)
         except Unrendered:
             return None
         if rendered != text + constants.end or MARK in text or any(tag in text for tag in THINKING):
@@ -96,22 +94,30 @@ class Cuts:
         is_parted = self.borders and all(self.borders.are_kept(turn.answer[: self.reach]) for turn in turns)
         return Cut(turns, text if is_parted and text.count(self.marker) == len(turns) else None)
 
-    def spans(self, ids: np.ndarray, whole: str) -> list[tuple[int, int]] | None:
+    def spans(self, ids: list[int], whole: str) -> list[tuple[int, int]] | None:
         """[start, end) of the answers of a dialogue in the ids of its text; None where they are not found."""
-        text, width, turns = ids.tobytes(), ids.itemsize, whole.count(self.marker)
-        endings = np.flatnonzero(ids == self.ending) + 1
-        spans: list[tuple[int, int]] = []
-        place = text.find(self.marker_ids)
-        while place >= 0:
-            if place % width == 0:
-                start = (place + len(self.marker_ids)) // width
-                later = endings[np.searchsorted(endings, start, side="right") :]
-                if not len(later) or (spans and start <= spans[-1][1]):
-                    return None
-                spans.append((start, int(later[0])))
-                place += len(self.marker_ids) - 1
-            place = text.find(self.marker_ids, place + 1)
-        return spans if len(spans) == turns and spans[-1][1] == len(ids) else None
+        starts, at = [], 0
+        while (place := _find(ids, self.marker_ids, at)) is not None:
+            at = place + len(self.marker_ids)
+            starts.append(at)
+        if len(starts) != whole.count(self.marker):
+            return None
+        try:
+            ends = [ids.index(self.ending, start) + 1 for start in starts]
+        except ValueError:  # none follows
+            return None
+        is_apart = all(start > end for start, end in zip(starts[1:], ends))
+        return list(zip(starts, ends)) if is_apart and ends[-1] == len(ids) else None
+
+
+def _find(values: list[int], part: list[int], start: int) -> int | None:
+    """Where a part of a list begins, at `start` or later."""
+    try:
+        while values[(start := values.index(part[0], start)) : start + len(part)] != part:
+            start += 1
+    except ValueError:
+        return None
+    return start
 
 
 def _constants(tokenizer: PreTrainedTokenizerBase, has_system: bool) -> Constants | None:

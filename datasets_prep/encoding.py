@@ -14,6 +14,7 @@ Left out: truncation of a dialogue at its beginning.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import unicodedata
 from collections.abc import Callable, Iterable, Sequence
@@ -27,7 +28,6 @@ from datasets_prep.plans import Plan, Planner, Segment
 from datasets_prep.turns import BadRow
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.data.chat import FIELDS, MARK, check_spelling
-from lightrlhf.data.splits import IGNORE_INDEX
 from lightrlhf.data.tokens import Piece, adds_bos, own_ids, text_pieces
 from lightrlhf.data.turn_ends import close_turn
 from lightrlhf.storage.jsonl import Row
@@ -39,6 +39,8 @@ EVERY = 97  # of so many rows one is encoded both ways; a prime, for data with a
 STAGES = ("finetune", "preference", "unpaired", "prompts", "dialogue")
 
 
+SHOWN = ("role", *FIELDS)  # of a message in a row of dialogues, in this order
+PLAIN = ["role", "content"]
 LOSSY = ("tokens_do_not_give_back_the_text",)
 CUT = ("dialogue_of_several_rows_for_the_template_rewrites_past_turns",)
 Tokens = tuple[list[int], list[tuple[int, int]]]  # ids, and the characters of each where they are needed
@@ -70,7 +72,7 @@ class Joined(NamedTuple):
     spans: list[tuple[int, int]]  # [start, end) that carry loss
 
 
-@dataclass
+@dataclass(slots=True)
 class Example:
     """One tokenised row of one stage."""
 
@@ -188,16 +190,16 @@ class Encoder:
         except BadRow as bad:
             made.dropped.append(self._drop(bad, row, plan.stage))
             return
-        lossy = any(ids[part].lossy for part in _parts(plan))
+        lossy = not self.is_lossless and any(ids[part].lossy for part in _parts(plan))
         notes = (*row.get("notes", ()), *plan.notes, *(CUT if len(joined) > 1 else ()), *(LOSSY if lossy else ()))
+        kept = row if self.args.save_skipped_examples else None
         for part in joined:
             try:
                 example = self._build(plan.stage, place, part)
             except BadRow as bad:
                 made.dropped.append(self._drop(bad, row, plan.stage))
                 continue
-            example.row = row if self.args.save_skipped_examples else None
-            example.read_as, example.notes = row.get("read_as"), notes
+            example.row, example.read_as, example.notes = kept, row.get("read_as"), notes
             self._describe(example, row, plan)
             made.examples.append(example)
 
@@ -205,25 +207,34 @@ class Encoder:
         return Dropped(str(bad), row.get("source", "row"), stage, row if self.args.save_skipped_examples else None)
 
     def _describe(self, example: Example, row: Row, plan: Plan) -> None:
-        prompt = example.ids[0][: example.prompt_len].tobytes()
         if example.stage == "dialogue":
-            fields = ("role", *FIELDS)
-            example.extra = [{name: m[name] for name in fields if name in m} for m in plan.messages]
+            example.extra = [
+                m if [*m] == PLAIN else {name: m[name] for name in SHOWN if name in m} for m in plan.messages
+            ]
             example.columns = row.get("columns", {})
             user_turns = [m["content"] for m in example.extra if m["role"] != "assistant"]
             prompt = repr([user_turns, example.columns] if example.columns else user_turns).encode()
-        elif "text" in row:
+        elif "text" in row or example.stage == "unpaired":  # a prompt may have several rated responses
             prompt = example.ids[0].tobytes()
-        elif example.stage == "unpaired":
-            example.extra, example.label = row.get("columns", {}), row["label"]
-            prompt = example.ids[0].tobytes()  # a prompt may have several rated responses
-        elif example.stage in ("prompts", "preference"):
+        else:
+            prompt = example.ids[0][: example.prompt_len].tobytes()
+        if example.stage in ("prompts", "preference", "unpaired"):
             example.extra = row.get("columns", {})
+            example.label = row["label"] if example.stage == "unpaired" else None
         example.key = hash_of(prompt)
 
     # ------------------------------------------------------------------------------------------------- segments to ids
     def _tokenise(self, segments: set[Segment]) -> dict[Segment, Encoded]:
         """Ids of each segment, equal to those of `encode_prompt` and `encode_response`, and which carry loss."""
+        wholes = {segment: segment.text for segment in segments if segment.kind == "whole"}
+        found = dict(zip(wholes, map(self._whole, wholes.values(), self._encode([*wholes.values()]))))
+        return found | self._tokenise_parts(segments - wholes.keys())
+
+    def _whole(self, text: str, tokens: Tokens) -> Encoded:
+        """A dialogue that is tokenised as one."""
+        return Encoded(np.array(tokens[0], dtype=np.int32), turns=self.plans.cuts.spans(tokens[0], text))
+
+    def _tokenise_parts(self, segments: set[Segment]) -> dict[Segment, Encoded]:
         ordered = list(segments)
         pieces = [list(text_pieces(self.tokenizer, segment.text, segment.behind)) for segment in ordered]
         if not pieces:
@@ -249,7 +260,7 @@ class Encoder:
             own, offsets = next(iter(self._encode([piece.text], with_offsets)))
         return piece, own, offsets[len(offsets) - len(own) :]
 
-    def _encode(self, texts: list[str], with_offsets: bool) -> Iterable[Tokens]:
+    def _encode(self, texts: list[str], with_offsets: bool = False) -> Iterable[Tokens]:
         """Ids of each text, and the characters of each id."""
         if not self.tokenizer.is_fast:
             # Raw text: behind marks.
@@ -267,9 +278,6 @@ class Encoder:
 
     def _finish(self, segment: Segment, pieces: list[EncodedPiece]) -> Encoded:
         """Ids of a segment from those of its pieces."""
-        if segment.kind == "whole":
-            whole = np.array(pieces[0][1], dtype=np.int32)
-            return Encoded(whole, turns=self.plans.cuts.spans(whole, segment.text))
         ids = [index for _, own, _ in pieces for index in own]
         try:
             check_spelling(self.tokenizer, segment.text, ids)
@@ -341,7 +349,7 @@ class Encoder:
         if prompt_len >= longest or (stage == "finetune" and not spans):
             raise BadRow("no_trained_tokens")
         cut = any(len(side) > longest for side in sides)
-        shortened = [side[:longest] for side in sides]
+        shortened = [side[:longest] if len(side) > longest else side for side in sides]
         if stage == "preference" and self.args.remove_same_responses and np.array_equal(shortened[0], shortened[1]):
             raise BadRow("same_responses_after_cut")
         return Example(stage, prompt_len, place, shortened, spans, cut=cut)
@@ -365,17 +373,7 @@ def hash_of(data: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big")
 
 
-def targets_of(example: Example, mask_prompt: bool) -> np.ndarray:
-    """(T,) int32: the ids that carry loss, `IGNORE_INDEX` elsewhere."""
-    ids = example.ids[0]
-    if not mask_prompt:
-        return ids.copy()
-    targets = np.full_like(ids, IGNORE_INDEX)
-    for start, end in example.spans:
-        targets[start:end] = ids[start:end]
-    return targets
-
-
+@functools.lru_cache(maxsize=64)
 def limit_for(limits: str, turns: int) -> int:
     """The limit for dialogues of `turns` turns, from "512" (all) or "1024,768,512" (by number of turns)."""
     numbers = [int(number) for number in limits.split(",")]

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 
 PROMPT_AS_TEXT = re.compile(r"(^|\n)(Human|User): .*\n\s*Assistant:\s*$", re.DOTALL)
+DATED = ("todays_date_written_by_the_template",)
 
 
 class Segment(NamedTuple):
@@ -90,6 +91,8 @@ class Planner:
         messages = row["messages"]
         weighed = [m for m in messages[1:] if m["role"] == "assistant" and m.get("weight", 1)]
         talk = Dialogue(self.tokenizer, messages, row.get("tools"), weighed, cuts)
+        if talk.whole:
+            return self._plans_of_whole(talk, talk.whole, stages)
         if messages[-1]["role"] != "assistant":
             prompt = Segment(talk.prompt(len(messages)), "rendered")
             notes = ("messages_without_a_last_answer_are_prompts",)
@@ -110,10 +113,26 @@ class Planner:
             plans.append(self._plan_of_dialogue(talk))
         if "prompts" in stages:
             plans.append(Plan("prompts", [(Segment(talk.prompt(answers[0]), "rendered"), None)]))
-        if talk.whole:
-            whole = Segment(talk.whole, "whole")
-            plans = [plan._replace(whole=whole) for plan in plans]
         return [self._noted(plan, row) for plan in plans]
+
+    def _plans_of_whole(self, talk: Dialogue, text: str, stages: frozenset[str]) -> list[Plan]:
+        """Plans of a plain dialogue that is tokenised as one text."""
+        refused = None
+        try:
+            for message in talk.messages:
+                if message["role"] == "assistant":
+                    self._check_length(message)
+        except BadRow as bad:
+            if "finetune" in stages:
+                raise
+            refused = str(bad)
+        whole, notes = Segment(text, "whole"), DATED if self.dated[False] else ()
+        plans = (
+            Plan("finetune", (), notes, whole=whole),
+            Plan("dialogue", (), notes, talk.messages, refused, whole),
+            Plan("prompts", (), notes, whole=whole),
+        )
+        return [plan for plan in plans if plan.stage in stages]
 
     def _plan_of_dialogue(self, talk: Dialogue) -> Plan:
         """All turns of user and assistant in alternation, for rollouts with a user."""
@@ -170,9 +189,9 @@ class Planner:
 
     def _noted(self, plan: Plan, row: Row) -> Plan:
         """The plan with notes on its texts: a stored date, a control token that a content spells as plain text."""
-        parts = [] if plan.whole else [part for turn in plan.turns for part in turn if part]
+        parts = [part for turn in plan.turns for part in turn if part]
         spelled = any(spells_control_token(self.tokenizer, part.text) for part in parts)
-        dated = ("todays_date_written_by_the_template",) if self.dated[bool(row.get("tools"))] else ()
+        dated = DATED if self.dated[bool(row.get("tools"))] else ()
         return plan._replace(notes=(*plan.notes, *dated, *(("control_token_spelled_in_text",) if spelled else ())))
 
     def _wrapping_notes(self, answers: Row) -> tuple[str, ...]:
@@ -199,7 +218,7 @@ class Planner:
 
 def is_messages(value: Any) -> TypeGuard[list[dict[str, Any]]]:
     """Whether `value` is a list of `{role, content}`."""
-    return isinstance(value, list) and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in value)
+    return isinstance(value, list) and all([isinstance(m, dict) and "role" in m and "content" in m for m in value])
 
 
 def _notes_on(talk: Dialogue, end: int) -> tuple[str, ...]:

@@ -29,6 +29,7 @@ def shares_of(split: str | None) -> list[float]:
     return [share / sum(shares) for share in shares]
 
 
+DIALOGUE, PROMPTS = frozenset({"finetune", "prompts", "dialogue"}), frozenset({"prompts"})
 NEEDED = {  # columns by stage
     "finetune": "prompt and completion, messages, or text",
     "preference": "prompt, chosen and rejected",
@@ -103,7 +104,7 @@ class Placement:
             answered = row["messages"] and row["messages"][-1]["role"] == "assistant"
             if not answered and self.asked in ("finetune", "dialogue"):
                 raise BadRow("messages_end_without_an_answer")
-            return frozenset({"finetune", "prompts", "dialogue"} if answered else {"prompts"})
+            return DIALOGUE if answered else PROMPTS
         if "text" in row:
             return frozenset({"finetune"})
         stages = {"prompts"}

@@ -61,9 +61,23 @@ def encode(rows: Iterable[Row | Dropped], encoder: Encoder, spool: Spool, num_pr
     left = rows.behind(spool.rows) if isinstance(rows, SourceRows) else iter(rows)
     counted = iter(tqdm(left, unit=" rows", unit_scale=True, initial=spool.rows, disable=None))
     chunks = iter(lambda: list(islice(counted, CHUNK)), [])
-    for number, rejected, packed in _encoded(chunks, encoder, num_proc):
-        spool.append(packed._replace(dropped=[*rejected, *packed.dropped]), number)
+    with rare_collections():
+        for number, rejected, packed in _encoded(chunks, encoder, num_proc):
+            spool.append(packed._replace(dropped=[*rejected, *packed.dropped]), number)
     spool.note()
+
+
+@contextmanager
+def rare_collections() -> Iterator[None]:
+    """Let Python look for cyclic garbage rarely: rows have none, and what is imported stays."""
+    before = gc.get_threshold()
+    gc.freeze()
+    gc.set_threshold(100_000, 10, 10)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+        gc.unfreeze()
 
 
 def _encoded(
@@ -113,7 +127,6 @@ def start_worker(encoder: Encoder) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one process per core already
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     end_with_parent()
-    gc.freeze()  # what is imported stays
     _encoders[:] = [encoder]
 
 

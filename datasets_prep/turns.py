@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Messages = list[dict[str, Any]]
+KNOWN_ROLES = frozenset(ROLES.values())
 
 
 class BadRow(Exception):
@@ -139,8 +140,10 @@ def check_messages(messages: Any) -> None:
     if not messages:
         raise BadRow("no_messages")
     for message in messages:
-        role = message["role"]
-        if role not in ROLES.values():
+        role, content = message["role"], message.get("content")
+        if len(message) == 2 and role in KNOWN_ROLES and type(content) is str and content.isascii() and content.strip():
+            continue  # nothing else to check
+        if role not in KNOWN_ROLES:
             raise BadRow("unknown_role")
         if message.get("weight", 1) not in (0, 1):
             raise BadRow("message_weight_is_not_0_or_1")

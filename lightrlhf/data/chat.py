@@ -150,11 +150,13 @@ def protect(tokenizer: PreTrainedTokenizerBase, text: str, keep_tags: bool = Fal
 def _protected(found: Controls, text: str, keep_tags: bool) -> str:
     pattern = found.beside_tags if keep_tags else found.spelled
     text = text.replace(MARK, "\ufffd").replace(ESCAPED, ESCAPED[0] + MARK + ESCAPED[1:])  # see `render_shown`
+    if not any([first in text for first in found.firsts]):  # as in most texts, and faster than to look for tokens
+        return text
     while pattern.search(text):  # again for tokens within tokens
         text = pattern.sub(lambda match: match[0][0] + MARK + match[0][1:], text)
     content = text.rstrip()  # templates trim
     end = content[-LONGEST:]
-    if not found.firsts.isdisjoint(end) and any(end[start:] in found.beginnings for start in range(len(end))):
+    if any(end[start:] in found.beginnings for start in range(len(end))):
         return content + MARK + text[len(content) :]
     return text
 
@@ -196,10 +198,17 @@ def shown_messages(
         role = ROLES[message["role"]]
         is_answer = role == "assistant"
         result = {"role": "system" if role == "developer" and role not in template_of(tokenizer) else role}
+        content = message.get("content")
+        if len(message) == 2 and isinstance(content, str):  # as most are
+            result["content"] = _protected(found, content, is_answer)
+            return result
         for name in FIELDS:
             if (value := message.get(name)) is not None:
-                spell = partial(_protected, found, keep_tags=is_answer and name == "content")
-                result[name] = _mapped(value, spell)
+                keep_tags = is_answer and name == "content"
+                if isinstance(value, str):
+                    result[name] = _protected(found, value, keep_tags)
+                else:
+                    result[name] = _mapped(value, partial(_protected, found, keep_tags=keep_tags))
         return result
 
     return [shown(message) for message in messages]

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lightrlhf.cli.errors import UsageError, first_line
@@ -71,6 +71,9 @@ class Shape(NamedTuple):
     def of_tools(self, tools: list[Any] | None) -> list[Any] | None:
         """Tools in this shape."""
         return [] if self.empty_tools and not tools else tools
+
+
+USUAL = Shape()
 
 
 def _with_text_arguments(function: dict[str, Any]) -> dict[str, Any]:
@@ -145,6 +148,26 @@ def render_shown(
     return text
 
 
+def render_plain(
+    tokenizer: PreTrainedTokenizerBase, shown: Sequence[dict[str, str]], special_tokens: Mapping[str, Any]
+) -> str:
+    """`render_shown` of messages of a role and a text alone, which need no copies; faster by half.
+
+    special_tokens: the tokenizer's map of them, which is made anew each time it is asked for. Raises: Unrendered.
+    """
+    from transformers.utils import chat_template_utils
+
+    template = template_of(tokenizer)
+    compiled = getattr(chat_template_utils, "_compile_jinja_template", None)  # not public: it may be gone one day
+    if compiled is None or _shape_of(tokenizer, template) != USUAL:
+        return render_shown(tokenizer, shown)
+    try:
+        given = {"messages": shown, "tools": None, "documents": None, "add_generation_prompt": False, **special_tokens}
+        return str(compiled(template).render(given))
+    except Exception as problem:  # as in `_apply`
+        raise Unrendered(first_line(problem)) from None
+
+
 def generated_spans(
     tokenizer: PreTrainedTokenizerBase, shown: Sequence[dict[str, Any]], tools: list[Any] | None, **variables: Any
 ) -> tuple[str, list[tuple[int, int]]]:
@@ -177,7 +200,12 @@ def _apply(
 
 def has_generation_tags(tokenizer: PreTrainedTokenizerBase, tools: Any = None) -> bool:
     """Whether the chat template says by `{% generation %}` tags what of an answer carries loss."""
-    return GENERATION_TAG.search(template_of(tokenizer, tools)) is not None
+    return _has_generation_tags(template_of(tokenizer, tools))
+
+
+@functools.lru_cache(maxsize=64)
+def _has_generation_tags(template: str) -> bool:
+    return GENERATION_TAG.search(template) is not None
 
 
 def writes_date(tokenizer: PreTrainedTokenizerBase, has_tools: bool = False) -> bool:

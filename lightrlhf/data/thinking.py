@@ -46,7 +46,8 @@ VARIABLES = {"enable_thinking": True, "thinking": True, "reasoning_effort": "hig
 
 def has_reasoning(message: dict[str, Any]) -> bool:
     """Whether an assistant's message has reasoning, in a field of its own or in tags at the start of its content."""
-    found = IN_CONTENT.match(message.get("content") or "")
+    content = message.get("content") or ""
+    found = IN_CONTENT.match(content) if "think" in content else None  # faster by far
     return bool((message.get("reasoning_content") or "").strip() or (found and found[1]))
 
 

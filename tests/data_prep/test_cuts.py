@@ -9,6 +9,8 @@ from datasets_prep import common, encoding
 from datasets_prep.encoding import Encoder
 from datasets_prep.plans import Planner
 from datasets_prep.splits import Placement
+from lightrlhf.data.chat import shown_messages
+from lightrlhf.data.rendering import Unrendered, render_plain, render_shown
 
 # a prompt of more than five messages begins otherwise than the dialogue does
 REMEMBERS = "{% if add_generation_prompt and messages | length > 5 %}{{ 'long ' }}{% endif %}" + CHATML_TEMPLATE
@@ -84,3 +86,24 @@ def test_a_content_that_spells_what_a_prompt_ends_with_is_not_cut():
     row = {"messages": [{"role": role, "content": text} for role, text in zip(("user", "assistant"), said)]}
     (plan,) = planner(row, frozenset({"finetune"}))
     assert plan.whole is None
+
+
+PARTS = "{% for m in messages %}{% for part in m.content %}{{ part.text }}{% endfor %}{{ '<|im_end|>' }}{% endfor %}"
+REFUSES = "{% if messages | length > 1 %}{{ raise_exception('too many') }}{% endif %}" + CHATML_TEMPLATE
+
+
+@pytest.mark.parametrize("template", [CHATML_TEMPLATE, "{{ bos_token }}" + CHATML_TEMPLATE + "{{ tools }}", PARTS])
+def test_messages_without_copies_are_rendered_alike(template):
+    tokenizer = chatml_like()
+    tokenizer.chat_template = template
+    for row in dialogues():
+        shown = shown_messages(tokenizer, row["messages"])
+        text = render_plain(tokenizer, shown, tokenizer.special_tokens_map)
+        assert text == render_shown(tokenizer, shown) and "muffins" in text
+
+
+def test_what_a_template_refuses_is_refused_without_copies():
+    tokenizer = chatml_like()
+    tokenizer.chat_template = REFUSES
+    with pytest.raises(Unrendered, match="too many"):
+        render_plain(tokenizer, dialogues()[0]["messages"], {})
