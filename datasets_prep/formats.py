@@ -55,6 +55,7 @@ from lightrlhf.storage.jsonl import Row
 
 DIALOGUE_AS_TEXT = re.compile(r"(?<=\n)(Human|Assistant|User): ")
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+NEEDED = {names: frozenset(names) for names in FORMATS}
 QUESTIONS = ("question", "query", "instruction", "problem", "input")  # beside a pair of texts, surely its prompt
 
 
@@ -139,7 +140,9 @@ class _Reader:
         return row | ({"tools": self.tools} if self.tools else {})
 
     def _fits(self, names: tuple[str, ...]) -> bool:
-        return set(names) <= self.values.keys() and self.mapped & {*DECISIVE, "label", "text"} <= {*names, *self.used}
+        if not self.values.keys() >= NEEDED[names]:
+            return False
+        return self.mapped & {*DECISIVE, "label", "text"} <= {*names, *self.used}
 
     def _no_format(self) -> BadRow:
         for name in sorted(self.mapped & self.nulls):
@@ -343,10 +346,11 @@ class _Reader:
 
     def _check_others(self, names: tuple[str, ...], row: Row) -> None:
         """Note the columns of other formats that say the same. Raises: BadRow if they say something else."""
-        kept = [name for name in (*DECISIVE, "text") if name in self.values and name not in self.used]
+        unread = self.values.keys() - self.used
+        kept = [name for name in (*DECISIVE, "text") if name in unread]
         if unused := sorted(self.mapped & self.values.keys() - self.used):
             raise BadRow(f"--columns names {unused[0]}, which {', '.join(names)} does not go with")
-        if not self.mapped:
+        if kept and not self.mapped:
             other = [name for name in kept if not self._agrees(names, row, name)]
             second = next((f for f in FORMATS if set(other) <= set(f) <= self.values.keys()), None)
             if other and second is None:
@@ -356,7 +360,7 @@ class _Reader:
         read_as = ", ".join(self.shown.get(name, name) for name in names)
         row["read_as"] = f"{FORMATS[names]} ({read_as})"
         self.notes += [f"{self.shown[name]} kept as a column beside {read_as}" for name in kept]
-        more = {name for other in FORMATS if set(names) < set(other) for name in other} & self.nulls
+        more = {name for other in FORMATS if self.nulls and set(names) < set(other) for name in other} & self.nulls
         if "label" in more:
             raise BadRow("label_is_null")
         self.notes += [f"{name} is null: read as {read_as}" for name in sorted(more & set(DECISIVE))]

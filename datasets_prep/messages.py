@@ -16,6 +16,7 @@ from lightrlhf.data import chat
 
 ROLES = chat.ROLES | {"function_call": "assistant", "bing": "assistant", "bard": "assistant"}
 ROLES |= {"function_response": "tool", "prompter": "user"}
+PLAIN_ROLES = frozenset(ROLES.keys() - {"function_call"})
 SPEAKERS = {name: role for name, role in ROLES.items() if role != "tool" and name != "model"}
 SPEAKERS |= {"input": "user", "output": "assistant"}  # keys of a turn whose values are what they say
 MESSAGE_KEYS = {"role", "content", "reasoning_content", "tool_calls", "tool_call_id", "name", "weight"}
@@ -50,15 +51,27 @@ def as_messages(turns: list[Any]) -> Messages:
             raise BadRow("several dialogues in one row: write one a row")
         turns = turns[0]
     messages: Messages = []
-    for turn in (part for given in turns for part in _said(given) or [given]):
-        message = as_message(turn)
-        is_call = (turn.get("from") or turn.get("role")) == "function_call"
-        if is_call and messages and messages[-1]["role"] == "assistant":
-            before = messages[-1]
-            messages[-1] = before | {"tool_calls": [*before.get("tool_calls", []), *message["tool_calls"]]}
-        else:
-            messages.append(message)
+    for given in turns:
+        if is_plain(given):
+            messages.append({"role": ROLES[given["role"]], "content": given["content"]})
+            continue
+        for turn in _said(given) or [given]:
+            message = as_message(turn)
+            is_call = (turn.get("from") or turn.get("role")) == "function_call"
+            if is_call and messages and messages[-1]["role"] == "assistant":
+                before = messages[-1]
+                messages[-1] = before | {"tool_calls": [*before.get("tool_calls", []), *message["tool_calls"]]}
+            else:
+                messages.append(message)
     return messages
+
+
+def is_plain(turn: Any) -> bool:
+    """Whether a turn is a message of a usual role and a text alone, as most are."""
+    if type(turn) is not dict or len(turn) != 2:
+        return False
+    role = turn.get("role")
+    return type(role) is str and role in PLAIN_ROLES and type(turn.get("content")) is str
 
 
 def as_message(turn: Any) -> dict[str, Any]:

@@ -23,6 +23,8 @@ VALUES = ("default", "const", "enum", "example", "examples")  # of a schema: wha
 
 def without_fill(row: dict[str, Any]) -> dict[str, Any]:
     """The columns of a row without the nulls that a table added."""
+    if "preferred_output" not in row and not any(_may_be_filled(name, value) for name, value in row.items()):
+        return row
     nested = _parsed(row["input"]) if "preferred_output" in row and "input" in row else {}  # of OpenAI's pairs
     both = [
         {name: value if name not in (*TOOLS, *LISTS) else _parsed(value) for name, value in columns.items()}
@@ -32,6 +34,13 @@ def without_fill(row: dict[str, Any]) -> dict[str, Any]:
         return row
     cleaned, nested = ({name: _cleaned(name, value) for name, value in columns.items()} for columns in both)
     return cleaned | ({"input": nested} if nested else {})
+
+
+def _may_be_filled(name: str, value: Any) -> bool:
+    """Whether a column has to be looked into; messages without any null need not."""
+    if name not in DIALOGUES or isinstance(value, str):
+        return name in (*TOOLS, *LISTS)
+    return any(type(part) is not dict or None in part.values() for part in (value if type(value) is list else [value]))
 
 
 def _parsed(value: Any) -> Any:

@@ -12,6 +12,7 @@ from datasets_prep.common import PrepareArgs, prepare, rows_of
 from datasets_prep.encoding import Dropped, Example
 from datasets_prep.formats import to_row
 from datasets_prep.generic import prepare_data as generic
+from datasets_prep.messages import ROLES, as_message, as_messages, is_plain
 from datasets_prep.reading import Source
 from datasets_prep.turns import BadRow
 from lightrlhf.cli.errors import RunFailure, UsageError
@@ -306,3 +307,14 @@ def test_turns_of_a_dialogue_are_whole_where_tags_count_a_part():
     ((finetuned,), (dialogue,)) = every(examples, "finetune"), every(examples, "dialogue")
     assert [text.strip() for text in trained(tokenizer, finetuned)] == ["first"]  # the space is the word's token's
     assert trained(tokenizer, dialogue) == ["plainly first<|im_end|>"]
+
+
+def test_a_plain_message_is_read_as_any_other():
+    for role in ROLES:
+        turn = {"role": role, "content": "some words"}
+        assert is_plain(turn) == (role != "function_call")
+        if is_plain(turn):
+            assert as_messages([turn]) == [as_message(turn)]
+    odd = [{"role": "user"}, {"role": "User", "content": "a"}, {"role": ["user"], "content": "a"}, ["a", "b"]]
+    odd += [{"role": "user", "content": None}, {"content": "a", "from": "user"}, {"role": "alien", "content": "a"}]
+    assert not any(map(is_plain, odd))
