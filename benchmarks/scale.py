@@ -17,7 +17,8 @@ model is the café's, of 1M parameters. Parts:
 - `trl`: TRL's `SFTTrainer` on the same file, two preparing processes: the first start, with an empty cache of datasets,
   and later ones.
 
-Memory of a process is what is anonymous in /proc/PID/smaps_rollup, polled; shared pages of files are not counted.
+Memory of a process is what is anonymous in /proc/PID/smaps_rollup, polled; pages of files are not counted. In the sum
+over processes a page that several share, as those that are forked do, counts once.
 """
 
 from __future__ import annotations
@@ -85,9 +86,11 @@ def main(argv: list[str] | None = None) -> None:
 
     sets = [Set(Path(args.folder).resolve() / str(rows), rows) for rows in args.rows]
     for one in sets:
-        one.make()
+        one.write()
         if "prepare" in args.parts:
             note("prepare", one.rows, prepare(one))
+        elif {"start", "ranks", "order"} & set(args.parts) and not (one.data / "manifest.json").is_file():
+            observe(prepare_command(one, one.data))
         if "trl" in args.parts:
             shutil.rmtree(one.folder / "cache", ignore_errors=True)
             note("trl", one.rows, {"first": trl_start(one, args.trl_python)})
@@ -125,16 +128,14 @@ class Set:
     def data(self) -> Path:
         return self.folder / "data"
 
-    def make(self) -> None:
-        """Write the file and prepare it, unless that was done."""
+    def write(self) -> None:
+        """Write the file, unless that was done."""
         if not self.file.is_file():
             self.folder.mkdir(parents=True, exist_ok=True)
             partial = self.file.with_suffix(".partial")
             with partial.open("w", encoding="utf-8") as file:
                 file.writelines(json.dumps({"messages": chat}) + "\n" for chat in chats(self.rows))
             partial.rename(self.file)
-        if not (self.data / "manifest.json").is_file():
-            observe(prepare_command(self, self.data))
 
 
 def chats(count: int) -> Iterator[list[dict[str, str]]]:
@@ -281,8 +282,8 @@ def observe(command: Sequence[str], happens: Any = None) -> dict[str, float]:
             if happens and not happened and happens():
                 happened = time.perf_counter() - started
             now = {pid: anonymous(pid) for pid in family(process.pid)}
-            peak = max(peak, sum(now.values()))
-            by_process |= {pid: max(size, by_process.get(pid, 0)) for pid, size in now.items()}
+            peak = max(peak, sum(share for _, share in now.values()))
+            by_process |= {pid: max(size, by_process.get(pid, 0)) for pid, (size, _) in now.items()}
             time.sleep(0.02)
         output.seek(0)
         text = output.read()[-4000:]
@@ -311,13 +312,14 @@ def family(pid: int) -> list[int]:
     return [pid, *(one for child in children for one in family(int(child)))]
 
 
-def anonymous(pid: int) -> int:
-    """Bytes of a process that no file has."""
+def anonymous(pid: int) -> tuple[int, int]:
+    """Bytes of a process that no file has, and its share of them: a page of n processes counts as an nth."""
     try:
         rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
     except OSError:
-        return 0
-    return next((int(line.split()[1]) * 1024 for line in rollup.splitlines() if line.startswith("Anonymous:")), 0)
+        return 0, 0
+    sizes = {name: int(kib) * 1024 for name, kib in re.findall(r"^(\w+): *(\d+) kB", rollup, re.M)}
+    return sizes.get("Anonymous", 0), sizes.get("Pss_Anon", sizes.get("Anonymous", 0))  # absent from old kernels
 
 
 def size(path: Path) -> int:
