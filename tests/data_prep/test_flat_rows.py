@@ -9,10 +9,11 @@ import pytest
 from helpers.data import arguments, chatml_like, rows_of_file
 
 from datasets_prep.common import complete, encoded
-from datasets_prep.encoding import Encoder
+from datasets_prep.encoding import Encoder, Example, Place
 from datasets_prep.flat_rows import content, write_part
 from datasets_prep.formats import to_row
 from datasets_prep.splits import Placement
+from datasets_prep.spool import Encoded, Spool, pack
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.data.packing import FlatWriter
 
@@ -73,6 +74,22 @@ def content_of(example) -> bytes:
     values += [] if example.label is None else [example.label]
     ids = [len(one).to_bytes(8, "big") + one.astype("<i4").tobytes() for one in example.ids]
     return json.dumps(values, sort_keys=True, default=str).encode() + b"".join(ids)
+
+
+def test_spans_that_touch_are_one(tmp_path):
+    place = Place(0, "train", frozenset({"finetune"}), "file:1")
+    ids = np.arange(1, 10, dtype=np.int32)
+    examples = [Example("finetune", 1, place, [ids], spans) for spans in ([(1, 3), (3, 5), (6, 8)], [(8, 9)])]
+    spool = Spool(tmp_path / "spool", None)
+    spool.append(pack(examples, []), 2)
+    spool.note()
+    part = Encoded(spool).part([0, 1])
+    for name in ("one", "other"):
+        with FlatWriter(tmp_path / name / "finetune_train.pt", "finetune") as file:
+            write_part(file, part, True) if name == "one" else file.extend(rows_of_file("finetune", examples))
+    spool.remove()
+    one, other = (tmp_path / name / "finetune_train.pt" for name in ("one", "other"))
+    assert one.read_bytes() == other.read_bytes()
 
 
 def test_rows_that_no_file_may_hold_are_refused(tmp_path):
