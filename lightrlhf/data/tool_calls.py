@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lightrlhf.cli.errors import UsageError, first_line
 from lightrlhf.data.call_forms import FORMS, HARMONY, Call, Form, Json
-from lightrlhf.data.chat import template_of
+from lightrlhf.data.chat import ROLES, Messages, template_of
 from lightrlhf.data.rendering import (
     ANSWERED,
     ARGUMENT,
@@ -67,6 +67,39 @@ def with_object(call: Json) -> Json:
     """A call in OpenAI's form, with its arguments as an object, as templates take them."""
     function = call["function"]
     return {**call, "function": {**function, "arguments": json.loads(function["arguments"])}}
+
+
+def in_order(messages: Messages) -> list[Json]:
+    """Messages with the results of each turn's calls in the order of its calls, and with the functions' names.
+
+    A template that writes no ids tells calls by their order.
+    Raises: UsageError when a result is missing or has no call.
+    """
+    found: list[Json] = []
+    waiting: dict[str, dict[str, Any] | None] = {}  # results by call, in the order of the calls
+    names: dict[str, str] = {}
+
+    def close() -> None:
+        if lacking := [name for name, result in waiting.items() if result is None]:
+            raise UsageError(f"the call {lacking[0][:60]} has no result; send a message of role tool for each call")
+        found.extend(result for result in waiting.values() if result is not None)
+        waiting.clear()
+
+    for number, message in enumerate(messages):
+        role, identifier = ROLES.get(message["role"]), message.get("tool_call_id")
+        if role == "tool" and (waiting or identifier is not None):
+            if identifier not in waiting or waiting[identifier] is not None:
+                words = "has no tool_call_id" if identifier is None else f"answers the call {identifier[:60]!r}"
+                raise UsageError(f"messages {number} {words}; the calls before it are {', '.join(waiting) or 'none'}")
+            waiting[identifier] = {"name": names[identifier], **message}
+            continue
+        close()
+        found.append(message)
+        calls = message.get("tool_calls") or []
+        names = {call["id"]: call["function"]["name"] for call in calls}
+        waiting.update(dict.fromkeys(names))
+    close()
+    return found
 
 
 def call_id(*parts: object) -> str:

@@ -13,8 +13,8 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from lightrlhf.data.tool_calls import Delta, Parser, call_id, schema_of
+from lightrlhf.generation.response_texts import Growing, Texts, begun
 from lightrlhf.serving.requests import Completion
-from lightrlhf.serving.texts import Growing, Texts, begun
 
 LEAST = -9999.0  # log-probability of a token whose probability is 0 by rounding, as OpenAI has it; JSON has no -inf
 TRIES = 8  # samples until a call comes that has to

@@ -30,11 +30,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 import lightrlhf
 from lightrlhf.cli.errors import first_line
+from lightrlhf.generation.response_texts import Texts
 from lightrlhf.serving.answers import TRIES, Answer, Json, Streamed, all_events, error, event, lacks_call, whole
 from lightrlhf.serving.bodies import AdapterFolder, AdapterName, NewVersion, Refusal, WeightsFolder, read, read_json
 from lightrlhf.serving.engine import Engine
 from lightrlhf.serving.requests import Completion, further_noise, read_completion
-from lightrlhf.serving.texts import Texts
 
 LARGEST_BODY = 64 * 2**20  # bytes; the noise of a rollout is the largest part
 LONG_BODY = 2**16  # bytes, from which a body takes long to read

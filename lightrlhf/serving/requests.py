@@ -22,9 +22,9 @@ from torch import Tensor
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.cli.groups import DecodingArgs
 from lightrlhf.data.batch import seeded_noise
-from lightrlhf.data.chat import ROLES, Messages
+from lightrlhf.data.chat import Messages
 from lightrlhf.data.tokens import encode_prompt
-from lightrlhf.data.tool_calls import schema_of
+from lightrlhf.data.tool_calls import in_order, schema_of
 from lightrlhf.data.types import Tokenizer
 from lightrlhf.serving.bodies import (
     MOST_ROWS,
@@ -192,7 +192,11 @@ def read_conversation(body: dict[str, Any]) -> tuple[list[dict[str, Any]], list[
     given, tools = body.get("messages"), body.get("tools")
     if not isinstance(given, list) or not given:
         raise Refusal("messages must be a list of {role, content}, not empty", param="messages")
-    messages = in_order([read_message(message, f"messages {number}") for number, message in enumerate(given)])
+    messages = [read_message(message, f"messages {number}") for number, message in enumerate(given)]
+    try:
+        messages = in_order(messages)
+    except UsageError as problem:
+        raise Refusal(str(problem), param="messages") from None
     return messages, [read_tool(tool, f"tools {number}") for number, tool in enumerate(tools or [])] or None
 
 
@@ -225,38 +229,6 @@ def _function(call: Call, where: str) -> dict[str, Any]:
             param=f"{where} tool_calls",
         ) from None
     return {"name": call.function.name, "arguments": arguments}
-
-
-def in_order(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages with the results of each turn's calls in the order of its calls, and with the functions' names.
-
-    A template that writes no ids tells calls by their order. Raises: Refusal when a result is missing or has no call.
-    """
-    found: list[dict[str, Any]] = []
-    waiting: dict[str, dict[str, Any] | None] = {}  # results by call, in the order of the calls
-    names: dict[str, str] = {}
-
-    def close() -> None:
-        if lacking := [name for name, result in waiting.items() if result is None]:
-            raise Refusal(f"the call {lacking[0][:60]} has no result; send a message of role tool for each call")
-        found.extend(result for result in waiting.values() if result is not None)
-        waiting.clear()
-
-    for number, message in enumerate(messages):
-        role, identifier = ROLES.get(message["role"]), message.get("tool_call_id")
-        if role == "tool" and (waiting or identifier is not None):
-            if identifier not in waiting or waiting[identifier] is not None:
-                words = "has no tool_call_id" if identifier is None else f"answers the call {identifier[:60]!r}"
-                raise Refusal(f"messages {number} {words}; the calls before it are {', '.join(waiting) or 'none'}")
-            waiting[identifier] = {"name": names[identifier], **message}
-            continue
-        close()
-        found.append(message)
-        calls = message.get("tool_calls") or []
-        names = {call["id"]: call["function"]["name"] for call in calls}
-        waiting.update(dict.fromkeys(names))
-    close()
-    return found
 
 
 def read_tool(given: Any, where: str) -> dict[str, Any]:

@@ -162,6 +162,60 @@ def test_a_tokenizer_that_brings_a_template_of_responses_is_read_by_it():
     assert parsed.content == "<tool_call>no</tool_call>" and "could not parse" in parsed.problem
 
 
+PARTS = ["<tool_call>", "</tool_call>", '{"name": "add", "arguments": {"a": 1}}', '{"name": "add", "parameters": {}}']
+PARTS += [
+    "[",
+    "]",
+    "{",
+    '"',
+    "\n",
+    " ",
+    "words",
+    "<think>",
+    "</think>",
+    "[TOOL_CALLS]",
+    "[ARGS]",
+    "<function=add>",
+    "1",
+]
+PARTS += [
+    "</function>",
+    "<parameter=a>",
+    "</parameter>",
+    "<arg_key>a</arg_key>",
+    "<arg_value>2</arg_value>",
+    "<call>add",
+]
+PARTS += [
+    "<call>add",
+    "</call>",
+    "<|start_action|>",
+    "<|end_action|>",
+    "<|tool_call|>",
+    "<|/tool_call|>",
+    "<|tool_call>call:add",
+]
+PARTS += ["<tool_call|>", '<|"|>', "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "<|end|>", "é"]
+PARTS += ["<|channel|>analysis<|message|>", "<|channel|>final<|message|>", "<|start|>assistant", " to=functions.add"]
+PARTS += ["<|channel|>commentary json<|message|>", "<|call|>", "<|python_tag|>", "\\ud800"]
+
+
+@pytest.mark.parametrize("name", [name for name in FORMS if " with" not in name])
+def test_any_text_is_read_alike_whole_or_in_pieces(name):
+    tokenizer, draw = tool_tokenizer(name), random.Random(name)
+    schema = schema_of(tokenizer)
+    for _ in range(30):
+        text = "".join(draw.choices(PARTS, k=draw.randrange(1, 14)))
+        found = []
+        for cuts in ([], [draw.randrange(len(text) + 1)], sorted(draw.choices(range(len(text) + 1), k=30))):
+            parser = Parser(tokenizer, schema, "", TOOLS, partial(call_id, 0))
+            for start, end in zip([0, *cuts], [*cuts, len(text)]):
+                parser.add(text[start:end])
+            parser.end()
+            found.append(parser.parsed())
+        assert found[0] == found[1] == found[2], text
+
+
 @pytest.mark.parametrize("name", ["chatml", "shown_calls", "unnamed_parts"])
 def test_templates_whose_calls_cannot_be_read_are_refused_by_name(name):
     with pytest.raises(UsageError, match="--chat_template"):

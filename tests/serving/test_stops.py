@@ -8,10 +8,10 @@ from helpers.data import sentencepiece_like
 from starlette.testclient import TestClient
 
 from lightrlhf.cli.groups import ModelArgs
+from lightrlhf.generation.response_texts import begun
 from lightrlhf.models.loading import load_policy
 from lightrlhf.serving.app import App
 from lightrlhf.serving.engine import Engine
-from lightrlhf.serving.texts import begun
 
 KEY = "key of the tests"
 STOPS = {

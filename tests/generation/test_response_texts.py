@@ -5,7 +5,7 @@ import random
 import pytest
 from helpers.templates import ZOO
 
-from lightrlhf.serving.texts import LONGEST, Growing, Texts
+from lightrlhf.generation.response_texts import LONGEST, Growing, Texts
 
 WORDS = ["a ", "tea", " please", "\n", "é", "你好", "😀", "🏳️‍🌈", " ", ", and", "<think>", "<|im_end|>", "x"]
 
