@@ -200,10 +200,12 @@ def environment() -> dict[str, str]:
     }
 
 
-def run_program(module: str, *flags: str, check: bool = True) -> subprocess.CompletedProcess:
+def run_program(
+    module: str, *flags: str, check: bool = True, patience: float = PATIENCE
+) -> subprocess.CompletedProcess:
     """`python -m module flags…` in a process of its own, a fork of one that has imported the libraries."""
     with started_program(module, *flags, cwd=ROOT, env=environment(), stdout=PIPE, stderr=PIPE, text=True) as process:
-        out, err = process.communicate(timeout=PATIENCE)
+        out, err = process.communicate(timeout=patience)
     assert not check or process.returncode == 0, out + err
     return subprocess.CompletedProcess([module, *flags], process.returncode, out, err)
 

@@ -1,9 +1,9 @@
 """Programs on the second device, in a process of their own: `--accelerator second` is what it computes on here.
 
 As a program it reads a job from its first argument, `{"calls": {"name": ["lightrlhf.sft", ["--flag", ...]]}}`, and
-writes by name how each call failed, or "", and what made the host wait in each phase of its steps. `mps_rules`: see
-`using_device`; `fault`: one of `FAULTS`, planted in the library first; `varlen`: texts in a row attend by a stand-in
-for CUDA's kernel, whose calls are reported.
+writes by name how each call failed, or "", what it returned, and what made the host wait in each phase of its steps. In
+place of a module, whose `main` is called, `module:function` may be named. `mps_rules`: see `using_device`; `changes`:
+some of `CHANGES`, of which `varlen` also reports rows of texts; `fault`: one of `FAULTS`, planted in the library first.
 """
 
 import contextlib
@@ -11,11 +11,13 @@ import importlib
 import io
 import json
 import sys
+import threading
 import traceback
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from helpers import second_device, varlen
 from helpers.second_device import NAME
@@ -23,8 +25,8 @@ from helpers.second_device import NAME
 waiting: dict[str, list[list[int]]] = {}  # host reads and waiting copies in each phase of each step, by phase
 
 
-def _bad_loss(original: Any, *args: Any, **options: Any) -> Any:
-    return original(*args, **options) + torch.zeros(1)
+def _mixing(original: Any, *args: Any, **options: Any) -> Any:
+    return tree_map_only(torch.Tensor, lambda tensor: tensor + torch.zeros(1), original(*args, **options))
 
 
 def _reading(original: Any, *args: Any, **options: Any) -> Any:
@@ -35,12 +37,28 @@ def _reading(original: Any, *args: Any, **options: Any) -> Any:
     return result
 
 
+def _reading_steps(original: Any, policy: Any, *args: Any, before_step: Any, **options: Any) -> Any:
+    def read_and_check() -> None:
+        next(policy.parameters()).flatten()[0].item()
+        before_step()
+
+    return original(policy, *args, before_step=read_and_check, **options)
+
+
+def _moved(original: Any, policy: Any, batch: Any, *args: Any) -> Any:
+    return original(policy, batch.to(policy.model.device), *args)
+
+
 FAULTS = {  # by room: the function that gets the fault, and what wraps it
-    "maths": ("lightrlhf.maths.ops", "policy_loss", _bad_loss),
+    "maths": ("lightrlhf.maths.ops", "policy_loss", _mixing),
     "models": ("lightrlhf.models.roles", "Role._base", _reading),
     "data": ("lightrlhf.data.batch", "Batch.to", _reading),
     "training": ("lightrlhf.training.learners", "Learners.backward", _reading),
     "generation": ("lightrlhf.generation.slots", "Slots._decode", _reading),
+    "rewards": ("lightrlhf.rewards.scorers", "score_batch", _mixing),
+    "evaluation": ("lightrlhf.evaluation.pairs", "pair_scores", _mixing),
+    "serving": ("lightrlhf.serving.engine", "generate", _reading_steps),
+    "demo": ("lightrlhf.demo.models", "score_logprobs", _moved),
 }
 
 
@@ -58,7 +76,7 @@ def _wrapped(wrap: Any, original: Any) -> Any:
     return lambda *args, **options: wrap(original, *args, **options)
 
 
-def prepare() -> None:
+def prepare(changes: Sequence[str] = ()) -> None:
     """Let the library find the device, and Fabric compute on it; before its programs are imported."""
     import lightning.fabric
     from lightning.fabric.accelerators import CPUAccelerator
@@ -94,30 +112,50 @@ def prepare() -> None:
     Phases.phase = phase
     torch.set_num_threads(1)
     lightning.fabric.Fabric = make_fabric
+    loading.find_device = find_device
     for module in [one for name, one in sys.modules.items() if name.startswith("lightrlhf.")]:
-        if getattr(module, "find_device", None) is find:
-            module.find_device = find_device
+        if getattr(module, "find_device", None) is find:  # imported before, by the process that forks; a flag may
+            importlib.reload(module)  # hold the function, too
+    for name in changes:
+        CHANGES[name]()
 
 
-def run(calls: dict[str, tuple[str, list[str]]], mps_rules: bool = False) -> dict[str, Any]:
-    """By name: how the call failed, or "", and its host reads and waiting copies by call site."""
-    found: dict[str, Any] = {}
-    with second_device.using_device(mps_rules):
-        for name, (module, flags) in calls.items():
-            second_device.reads.clear()
-            second_device.waits.clear()
-            varlen.calls.clear()
-            waiting.clear()
-            problem, printed = "", io.StringIO()
-            try:
-                with contextlib.redirect_stdout(printed):
-                    importlib.import_module(module).main(flags)
-            except BaseException as error:  # an exit, too
-                problem = "" if isinstance(error, SystemExit) and not error.code else traceback.format_exc()
-            transfers = {"reads": dict(second_device.reads), "waits": dict(second_device.waits)}
-            found[name] = {"problem": problem, "printed": printed.getvalue(), **transfers, "phases": dict(waiting)}
-            found[name]["rows_of_texts"] = len(varlen.calls)
-    return found
+def move_frozen() -> None:
+    """Let references and reward models be on the other device."""
+    from lightrlhf.rewards import loading
+    from lightrlhf.training.learners import Learners
+
+    load, device = loading.load_scorer, f"{NAME}:1"
+    Learners.freeze = lambda own, module: module.requires_grad_(False).eval().to(device)
+    loading.load_scorer = lambda name, _, *args, **options: load(name, torch.device(device), *args, **options)
+
+
+def use_buckets() -> None:
+    """Let decoding steps have buckets, as those that CUDA captures; here they run as they are."""
+    from lightrlhf.generation import graphs
+
+    graphs.DEVICES.add(NAME)
+
+
+def cut_logits() -> None:
+    """Let two rows of logits exist at a time."""
+    from lightrlhf.models import roles
+
+    roles.logit_rows = lambda size, device: 2
+
+
+def draw_evenly() -> None:
+    """Draw each token that is not excluded equally often, so that a draw does not depend on roundings."""
+    from lightrlhf.generation import sampling
+
+    sampling.inverse_cdf = even_tokens
+
+
+def even_tokens(probs: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """In place of `sampling.inverse_cdf`: of each row's tokens with a probability the one at a uniform number."""
+    places = (probs > 0).cumsum(-1)
+    wanted = (uniforms * places[:, -1]).long()[:, None]
+    return (places > wanted).int().argmax(-1), probs.sum(-1)
 
 
 def attend_by_text() -> None:
@@ -128,11 +166,63 @@ def attend_by_text() -> None:
     library.kernel = lambda: varlen.attend_alone
 
 
-if __name__ == "__main__":
-    job = json.loads(sys.argv[1])
-    prepare()
-    if job.get("varlen"):
-        attend_by_text()
+CHANGES = {
+    "apart": move_frozen,
+    "buckets": use_buckets,
+    "chunks": cut_logits,
+    "even": draw_evenly,
+    "varlen": attend_by_text,
+}
+
+
+def run(calls: dict[str, tuple[str, list[str]]], mps_rules: bool = False) -> dict[str, Any]:
+    """By name: how the call failed, or "", and its host reads and waiting copies by call site."""
+    found: dict[str, Any] = {}
+    with second_device.using_device(mps_rules), in_threads():
+        for name, (target, flags) in calls.items():
+            second_device.reads.clear()
+            second_device.waits.clear()
+            varlen.calls.clear()
+            second_device.used.clear()
+            waiting.clear()
+            problem, printed, returned = "", io.StringIO(), None
+            module, _, function = target.partition(":")
+            try:
+                with contextlib.redirect_stdout(printed):
+                    returned = getattr(importlib.import_module(module), function or "main")(flags)
+            except BaseException as error:  # an exit, too
+                problem = "" if isinstance(error, SystemExit) and not error.code else traceback.format_exc()
+            transfers = {"reads": dict(second_device.reads), "waits": dict(second_device.waits)}
+            transfers |= {"devices": sorted(second_device.used)}
+            outcome = {"problem": problem, "printed": printed.getvalue(), "returned": returned}
+            found[name] = {**outcome, **transfers, "phases": dict(waiting), "rows_of_texts": len(varlen.calls)}
+    return found
+
+
+@contextlib.contextmanager
+def in_threads() -> Iterator[None]:
+    """Context manager: threads that start in it compute on the device, too, as those of a server do."""
+    run_thread = threading.Thread.run
+
+    def run_on_device(self: threading.Thread) -> None:
+        with second_device.Dispatch():
+            run_thread(self)
+
+    threading.Thread.run = run_on_device  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        threading.Thread.run = run_thread  # type: ignore[method-assign]
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Do the job, and print what was found."""
+    job = json.loads((argv or sys.argv[1:])[0])
+    prepare(job.get("changes", ()))
     if "fault" in job:
         plant(job["fault"])
     print(json.dumps(run(job["calls"], job.get("mps_rules", False))))
+
+
+if __name__ == "__main__":
+    main()

@@ -29,7 +29,8 @@ COUNT = 2  # devices
 CPU = torch.device("cpu")
 aten = torch.ops.aten
 INDEXING = {aten.index.Tensor, aten.index_put_.default, aten.index_put.default, aten._index_put_impl_.default}
-COPIES = {aten.copy_.default, aten._to_copy.default}
+CASTS = {aten._to_copy.default, aten.to.device, aten.to.dtype, aten.to.dtype_layout}  # the last in inference mode
+COPIES = {aten.copy_.default, aten.to.other, *CASTS}
 MAY_MIX = COPIES | INDEXING  # with CPU tensors of any dimension
 READING = {  # operators of which a GPU tells the host a number or a shape
     aten._local_scalar_dense.default,
@@ -37,6 +38,10 @@ READING = {  # operators of which a GPU tells the host a number or a shape
     aten.is_nonzero.default,
     aten.nonzero.default,
     aten.masked_select.default,
+    aten.nonzero_numpy.default,
+    aten.argwhere.default,
+    aten.where.default,
+    aten.allclose.default,
     aten.equal.default,
     aten.bincount.default,
     aten.repeat_interleave.Tensor,
@@ -47,6 +52,7 @@ READING = {  # operators of which a GPU tells the host a number or a shape
 CAST = ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "addbmm", "scaled_dot_product_attention")  # by autocast
 reads: Counter[str] = Counter()  # by the host, by call site
 waits: Counter[str] = Counter()  # copies from the host that wait for the device
+used: set[str] = set()  # devices that computed something
 states: dict[int, torch.Tensor] = {}  # of the random generator of each device
 
 
@@ -105,12 +111,15 @@ def compute(operator: Any, args: tuple, options: dict[str, Any]) -> Any:
         found = ", ".join(sorted({str(tensor.device) for tensor in given}))
         raise RuntimeError(f"{operator}: expected all tensors to be on the same device, but found {found}")
     target = own[0].device if own else None
-    if options.get("device") is not None:
-        target = place(options["device"])
-        options = {**options, "device": CPU}
-    elif operator in MAY_MIX and operator is not aten._to_copy.default:
-        target = args[0].device
+    asked = [one for one in (*args, options.get("device")) if isinstance(one, torch.device)]
+    if asked:
+        target = place(asked[0])
+        args, options = tree_map_only(torch.device, lambda _: CPU, (args, options))
+    elif operator in MAY_MIX - CASTS:
+        target = args[operator is aten.to.other].device
     is_there = target is not None and target.type == NAME
+    if is_there:
+        used.add(str(target))
     _count_transfers(operator, args, options, own, others, is_there)
     if "pin_memory" in options:
         options = {**options, "pin_memory": False}
@@ -156,8 +165,10 @@ def _count_transfers(
         count(reads)
     elif own and operator in COPIES and not is_there:
         count(reads)
-    elif others and is_there and operator in COPIES and not (options.get("non_blocking") or args[2:] == (True,)):
-        count(waits)
+    elif is_there and operator in COPIES and any(tensor.numel() for tensor in others):
+        given = dict(zip((one.name for one in operator._schema.arguments), args)) | options
+        if not given.get("non_blocking"):
+            count(waits)
 
 
 def _is_mask(value: Any) -> bool:
@@ -194,7 +205,7 @@ class Dispatch(TorchDispatchMode):
 
 
 def _copy_from(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-    if isinstance(source, OnDevice) != isinstance(target, OnDevice) and not non_blocking:
+    if isinstance(source, OnDevice) != isinstance(target, OnDevice) and source.numel() and not non_blocking:
         count(reads if isinstance(source, OnDevice) else waits)
     getattr(target, "host", target).copy_(getattr(source, "host", source))
     return target
