@@ -210,9 +210,8 @@ def measure(model: LoadedModel, reference: LoadedModel, answer: Answer, temperat
     """Compute the log-probabilities of an answer under the model and its reference."""
     batch, logprobs = response_batch([answer.prompt_ids], [answer.ids], model.tokenizer.pad_token_id), []
     for scored in (model, reference):
-        on_device = batch.to(next(model.policy.model.parameters()).device)
         with scored.lock:
-            logprobs.append(score_logprobs(scored.policy, on_device, temperature, 1).cpu())  # (1, T-1)
+            logprobs.append(score_logprobs(scored.policy, batch, temperature, 1))  # (1, T-1)
     sampled = {"prompt_len": torch.tensor([len(answer.prompt_ids)]), "truncated": torch.tensor([answer.truncated])}
     sampled |= {"group": torch.zeros(1, dtype=torch.int64), "logprobs": logprobs[0], "ref_logprobs": logprobs[1]}
     rollout = batch.extend(Rollout, **sampled, tokenizer=model.tokenizer)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lightrlhf.cli.errors import NotFinite
+from lightrlhf.data.batch import to_device
 from lightrlhf.data.types import Tokenizer
 from lightrlhf.generation.engine import decoding
 from lightrlhf.generation.row_memory import RowMemory
@@ -88,7 +89,7 @@ class OpenBatch:
             args, allowed = own[0].ask.sampling, own[0].ask.allowed
             if allowed is not None:
                 part = restricted_to(part, allowed)
-            noise = torch.stack([row.ask.noise[row.sampled] for row in own]).to(part.device)
+            noise = to_device(torch.stack([row.ask.noise[row.sampled] for row in own]), part.device)
             tokens, logprobs, _ = sample(part, noise, args, seen_in(own, part))
             for row, token, logprob in zip(own, tokens.tolist(), logprobs.tolist()):
                 self._append(row, token, logprob)

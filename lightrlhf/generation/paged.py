@@ -19,6 +19,7 @@ from torch import Tensor
 
 from lightrlhf import cpu
 from lightrlhf.cpu import Piece
+from lightrlhf.data.batch import to_device
 from lightrlhf.data.types import PreTrainedModel
 from lightrlhf.generation.blocks import Blocks
 from lightrlhf.generation.prefix_cache import make_cache
@@ -126,10 +127,11 @@ class ModelRunner:
         """Logits (R, V) after pieces of as many tokens each."""
         model, device, size = self.model, self.model.device, PLAIN_BLOCK
         count = len(pieces[0].ids)
-        ids = torch.tensor([[*piece.ids] for piece in pieces], device=device)  # (R, n)
-        starts = torch.tensor([piece.start for piece in pieces], device=device)
+        ids = to_device(torch.tensor([[*piece.ids] for piece in pieces]), device)  # (R, n)
+        starts = to_device(torch.tensor([piece.start for piece in pieces]), device)
         longest = max(len(piece.blocks) for piece in pieces)
-        table = torch.tensor([[*piece.blocks] + [0] * (longest - len(piece.blocks)) for piece in pieces], device=device)
+        blocks = torch.tensor([[*piece.blocks] + [0] * (longest - len(piece.blocks)) for piece in pieces])
+        table = to_device(blocks, device)
         width = max(piece.start for piece in pieces) + count
         tokens = torch.arange(width, device=device) - width + count + starts[:, None]  # (R, C), right-aligned
         mask, tokens = tokens >= 0, tokens.clamp(min=0)

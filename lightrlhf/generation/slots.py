@@ -129,12 +129,12 @@ class Slots:
         self.model, self.args, self.device, self.prefixes = model, args, model.device, prefixes
         num_rows, num_slots = len(prompts), min(num_slots, len(prompts))
         self.idle_row = num_rows  # an idle slot writes to this extra row
-        self.eos_ids = torch.tensor([*eos_ids, *args.eos_ids], dtype=torch.int64, device=self.device)
-        self.uniforms = torch.cat([uniforms, uniforms[:1]]).to(self.device)  # (N+1, max_new_tokens)
+        self.eos_ids = to_device(torch.tensor([*eos_ids, *args.eos_ids], dtype=torch.int64), self.device)
+        self.uniforms = to_device(torch.cat([uniforms, uniforms[:1]]), self.device)  # (N+1, max_new_tokens)
         self.tokens = torch.zeros(num_rows + 1, args.max_new_tokens, dtype=torch.int64, device=self.device)
         self.logprobs = torch.zeros(num_rows + 1, args.max_new_tokens, device=self.device)
         self.removed = torch.zeros_like(self.logprobs)
-        self.allowed = None if allowed is None else torch.tensor(allowed, dtype=torch.int64, device=self.device)
+        self.allowed = None if allowed is None else to_device(torch.tensor(allowed, dtype=torch.int64), self.device)
         self.lengths = torch.zeros(num_rows + 1, dtype=torch.int64, device=self.device)
         groups: dict[tuple[int, ...], list[int]] = {}  # rows of each distinct prompt
         for row, prompt in enumerate(prompts):
@@ -184,7 +184,8 @@ class Slots:
             if not self.prefilled.waiting:
                 self.prefilled = self._prefill(len(self.row))
             count = min(len(slots), len(self.prefilled.waiting))
-            rows, source = torch.tensor([self.prefilled.waiting.popleft() for _ in range(count)], device=self.device).T
+            waiting = torch.tensor([self.prefilled.waiting.popleft() for _ in range(count)])  # (count, 2)
+            rows, source = to_device(waiting, self.device).T
             self._insert(slots[:count], rows, source)
             slots = slots[count:]
 

@@ -195,9 +195,8 @@ class Engine:
         """Log-probabilities of the prompts' tokens after the first, at temperature 1; a job of one turn."""
         policy, prompts = self._policy(request.model), request.prompts
         batch = response_batch([ids[:1] for ids in prompts], [ids[1:] for ids in prompts], 0)
-        device = policy.model.device
         with self._autocast():
-            logprobs = score_logprobs(policy, batch.to(device), 1.0, self.num_slots).cpu()  # (B, T-1)
+            logprobs = score_logprobs(policy, batch, 1.0, self.num_slots)  # (B, T-1)
         return [row[: len(ids) - 1].tolist() for row, ids in zip(logprobs, prompts)]
         yield
 
