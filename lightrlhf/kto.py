@@ -251,7 +251,7 @@ def reference_point(run: Run[KTOArgs], model: nn.Module, rows: Sequence[Row], pa
     It estimates the KL to the reference, and is one number for all micro-batches, so that these change no gradient.
     """
     others = [row["mismatch"] for row in rows]
-    reference = torch.tensor([other["ref_logps"] for other in others], device=run.device)
+    reference = to_device(torch.tensor([other["ref_logps"] for other in others]), run.device)
     logps = scoring.score_shard(run, model, others, partial(unpaired_batch, pad_id=pad_id), sides=1)[0]
     total = run.ranks.sum((logps - reference).sum())
     return run.args.beta * max(float(total) / run.ranks.total(len(rows)), 0.0)

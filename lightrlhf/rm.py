@@ -236,16 +236,17 @@ def evaluate(run: Run[RMArgs], model: nn.Module, rows: Sequence[Row], pad_id: in
     """Metrics of (the first `--eval_iters` micro-batches of) a split, and mean and deviation of all its scores."""
     args = run.args
     rows = run.ranks.shard(run.order.eval_rows(rows, args.micro_batch_size))
-    sums = torch.zeros(7, dtype=torch.float64)
+    parts: list[Tensor] = []  # (6,) of each micro-batch
     with inference(model):
         for index in run.ranks.pad_passes(micro_batch_indices(rows, args.micro_batch_size)):
             batch = preference_batch([rows[i] for i in index], pad_id).to(run.device)
             scores = model(**scalar_inputs(batch))  # (2B, T)
             loss = LOSSES[args.loss_type](scores, batch.input_ids, batch.attention_mask).sum()
             ends = end_scores(scores, batch.attention_mask)  # (2B,)
-            parts = [loss, *pair_sums(scores, batch.attention_mask), ends.sum(), ends.pow(2).sum()]
-            sums += torch.tensor([*torch.stack(parts).tolist(), float(len(index))], dtype=torch.float64)
-    *totals, count = run.ranks.sum(sums).tolist()
+            terms = [loss, *pair_sums(scores, batch.attention_mask), ends.sum(), ends.pow(2).sum()]
+            parts.append(torch.stack(terms))
+    sums = [sum(values) for values in zip(*torch.stack(parts).tolist())] if parts else [0.0] * 6
+    *totals, count = run.ranks.sum(torch.tensor([*sums, float(len(rows))], dtype=torch.float64)).tolist()
     loss, chosen, rejected, right, total, squares = (value / count for value in totals)
     mean, metrics = total / 2, reward_metrics(chosen, rejected, right)
     statistics = {"mean": mean, "std": max(squares / 2 - mean * mean, 0.0) ** 0.5}

@@ -119,12 +119,14 @@ def evaluate(run: Run[SFTArgs], model: nn.Module, rows: Sequence[Row], pad_id: i
     """Mean cross-entropy per counted token of (the first `--eval_iters` micro-batches of) a split."""
     args = run.args
     rows = run.ranks.shard(run.order.eval_rows(rows, args.micro_batch_size))
-    total, count = 0.0, 0
+    losses: list[Tensor] = []
+    count = 0
     with inference(model):
         for index in run.ranks.pad_passes(micro_batch_indices(rows, args.micro_batch_size)):
             batch = finetune_batch([rows[i] for i in index], pad_id, args.use_targets).to(run.device)
-            total += float(sft_loss(model(**policy_inputs(batch)), batch.actions))
+            losses.append(sft_loss(model(**policy_inputs(batch)), batch.actions))
             count += batch.num_actions
+    total = sum(torch.stack(losses).tolist()) if losses else 0.0
     return run.ranks.total(total) / max(run.ranks.total(count), 1)
 
 

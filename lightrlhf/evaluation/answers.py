@@ -62,11 +62,13 @@ def respond_in_parts(
 @torch.no_grad()
 def perplexity(policy: Policy, rows: list[Row], pad_id: int, batch_size: int) -> float:
     """exp of the mean cross-entropy of the rows' response tokens, each token counting once."""
-    total, count = 0.0, 0
+    sums: list[torch.Tensor] = []
+    count = 0
     for micro in micro_batches(rows, batch_size):
         batch = finetune_batch(micro, pad_id, use_targets=True).to(device_of(policy))
-        total -= float(policy(**policy_inputs(batch)).logprobs.sum())
+        sums.append(policy(**policy_inputs(batch)).logprobs.sum())
         count += batch.num_actions
+    total = -sum(torch.stack(sums).tolist()) if sums else 0.0
     return math.exp(min(total / max(count, 1), 50.0))
 
 
