@@ -132,7 +132,8 @@ $(HARNESSES)/.installed: tests/real_harness/setup.sh
 	tests/real_harness/setup.sh $(HARNESSES) $(PYTHON)
 	touch $@
 
-# What this library does on a GPU, in at most 8 minutes, into gpu.json; `make gpu DEVICE=cpu SIZE=tiny` is the dry run.
+# What this library does on a GPU, in at most 8 minutes, into gpu.json; `make gpu DEVICE=cpu SIZE=tiny` is the dry run,
+# and DEVICE=second goes through the rows on a device for tests.
 DEVICE ?= cuda
 SIZE ?= full
 gpu: $(VENV)/.tested

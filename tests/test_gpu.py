@@ -1,4 +1,4 @@
-"""`python -m tests.gpu` on a CPU: every row runs, and a file of results is never damaged."""
+"""`python -m tests.gpu` on a CPU and on the second device: every row runs, and a file of results is never damaged."""
 
 import json
 import subprocess
@@ -11,17 +11,18 @@ from helpers.processes import PATIENCE
 
 from lightrlhf.storage.writing import write_text
 
-DRY = ["--device", "cpu", "--size", "tiny"]
 
-
-def gpu(file: Path, *flags: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "tests.gpu", *DRY, "--output_file", str(file), *flags]
+def gpu(file: Path, *flags: str, device: str = "cpu") -> subprocess.CompletedProcess:
+    dry = ["--device", device, "--size", "tiny"]
+    command = [sys.executable, "-m", "tests.gpu", *dry, "--output_file", str(file), *flags]
     return subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=4 * PATIENCE)
 
 
 @pytest.mark.thorough
-def test_a_dry_run_goes_through_every_row(tmp_path):
-    done = gpu(tmp_path / "gpu.json", "--minutes", "20")
+@pytest.mark.parametrize("device", ["cpu", "second"])
+def test_a_dry_run_goes_through_every_row(device, tmp_path):
+    """On the second device nothing may cross devices, either."""
+    done = gpu(tmp_path / "gpu.json", "--minutes", "20", device=device)
     rows = json.loads((tmp_path / "gpu.json").read_text())["rows"]
     failed = {name: row["shown"] for name, row in rows.items() if row["status"] == "failed"}
     assert done.returncode == 0 and not failed, (failed, done.stderr[-2000:])

@@ -2,7 +2,8 @@
 
 Rows of correctness come first, then speed, then memory. Each is printed and written to one JSON file as soon as it is
 known; killed or out of time, the same command goes on with the rows that are missing or failed. `--device cpu --size
-tiny` is the dry run: it goes through every row and measures nothing.
+tiny` is the dry run: it goes through every row and measures nothing. `--device second` is the test device of
+`tests/helpers/second_device.py`, which finds what crosses devices.
 
 Rows run in a worker. One that crashes, hangs or meets an error of CUDA fails alone: the next row gets a new worker.
 """
@@ -25,7 +26,7 @@ from lightrlhf.cli.parser import parse
 from lightrlhf.storage.writing import write_text
 
 ROOT = Path(__file__).resolve().parents[2]
-START_SECONDS = 120  # after which a worker that has not answered is killed
+START_SECONDS = {"full": 120, "tiny": 600}  # after which a worker that has not answered is killed, by size
 ROW_SECONDS = {"full": 150, "tiny": 600}  # likewise, by size: a dry run may share its machine
 
 
@@ -33,8 +34,8 @@ ROW_SECONDS = {"full": 150, "tiny": 600}  # likewise, by size: a dry run may sha
 class GPUArgs(Args):
     """Check and measure this library on one GPU."""
 
-    device: Literal["cuda", "cpu"] = "cuda"
-    """Device of the rows; the CPU is for dry runs."""
+    device: Literal["cuda", "cpu", "second"] = "cuda"
+    """Device of the rows; the CPU is for dry runs, the second device for tests."""
     size: Literal["full", "tiny"] = "full"
     """Models of published shapes, or tiny ones, which measure nothing."""
     minutes: float = positive(8.0)
@@ -63,7 +64,7 @@ class Worker:
             stderr=log.open("a", encoding="utf-8"),
             text=True,
         )
-        self.first = self._answer(START_SECONDS)
+        self.first = self._answer(START_SECONDS[args.size])
         self.is_usable = "rows" in self.first
 
     def run(self, name: str, seconds: float) -> dict[str, Any]:

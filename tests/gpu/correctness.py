@@ -142,7 +142,9 @@ def resume(program: str) -> Any:
         script = Path(importlib.import_module("helpers.killed").__file__)
         command = [sys.executable, str(script), str(logs), "**/checkpoint-000002/resume.pt", "-1", "0"]
         here = {"PYTHONPATH": os.pathsep.join(sys.path)}  # with what `run.sh` has unpacked
-        command += [f"lightrlhf.{program}", *flags]
+        call = [f"lightrlhf.{program}", flags]
+        on_second = ["helpers.on_second", json.dumps({"calls": {program: call}})]
+        command += on_second if at.device == "second" else [call[0], *flags]
         done = subprocess.run(command, env=environment() | here, capture_output=True, text=True)
         assert done.returncode == -9, f"the run ended with status {done.returncode}: {done.stderr[-300:]}"
         killed = experiment_of(logs)
@@ -332,7 +334,7 @@ def four_bit(at: Setting) -> Figures:
 def devices(at: Setting) -> Figures:
     """What torch sees."""
     if not at.is_cuda:
-        return {"shown": "a CPU: nothing is measured"}
+        return {"shown": f"{at.device}, for tests: nothing is measured"}
     card = torch.cuda.get_device_properties(0)
     bits = {"bf16": torch.cuda.is_bf16_supported(), "capability": f"{card.major}.{card.minor}"}
     memory = round(card.total_memory / 2**30, 1)

@@ -45,7 +45,7 @@ class Measured(Exception):
 @functools.cache
 def ceilings(device: str) -> Ceilings:
     """The rates of the device in bfloat16."""
-    return measure_ceilings(torch.device(device), torch.bfloat16, megabytes=256 if device == "cpu" else 2048)
+    return measure_ceilings(torch.device(device), torch.bfloat16, megabytes=2048 if device == "cuda" else 256)
 
 
 def rates(at: Setting) -> Figures:

@@ -4,15 +4,17 @@ The first line that it writes describes the machine and lists the rows. It ends 
 work of the process would meet again.
 """
 
+import contextlib
 import json
 import os
 import platform
 import sys
 import time
 import traceback
+from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 PACKAGES = ("torch", "transformers", "lightning", "peft", "bitsandbytes", "flash-attn", "trl", "vllm")
 
@@ -22,10 +24,26 @@ def main() -> None:
     os.dup2(2, 1)  # output of programs goes to the log
     root = Path(__file__).resolve().parents[2]
     sys.path[:0] = [str(root), str(root / "tests")]
+    job = json.loads(sys.argv[1])
+    with device_of_tests() if job["device"] == "second" else contextlib.nullcontext():
+        work(job, answers)
+
+
+@contextlib.contextmanager
+def device_of_tests() -> Iterator[None]:
+    """Context manager: the second device, before anything of the library is imported."""
+    from helpers import on_second, second_device
+
+    on_second.prepare()
+    with second_device.using_device(), on_second.in_threads():
+        yield
+
+
+def work(job: dict[str, Any], answers: IO[str]) -> None:
+    """Answer with a line for each row that is asked for."""
     from tests.gpu import correctness, memory, speed
     from tests.gpu.setting import LeftOut, Row, Setting
 
-    job = json.loads(sys.argv[1])
     at = Setting(job["device"], job["size"], Path(job["folder"]))
     rows: dict[str, Row] = {**correctness.ROWS, **speed.ROWS, **memory.ROWS, **speed.LATE}
 
