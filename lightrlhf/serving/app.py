@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
@@ -117,8 +117,8 @@ class App:
         """Server-sent events: what each token adds, [DONE] at the end, or an error."""
         streamed = Streamed(self.texts, asked, head)
         try:
-            async with self._entered():
-                async for index, choice, about in self.engine.stream(asked):
+            async with self._entered(), aclosing(self.engine.stream(asked)) as parts:
+                async for index, choice, about in parts:
                     for row in streamed.rows(index, choice, about):
                         yield event(row)
             if asked.include_usage:

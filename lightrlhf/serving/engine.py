@@ -11,8 +11,8 @@ Left out: several devices.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Generator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import AsyncGenerator, Callable, Generator
+from contextlib import AbstractContextManager, aclosing, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -100,7 +100,7 @@ class Engine:
             scores = await self.run(self._scores(request))
         return Answer([row.choice() for row in rows], scores, version, cached)
 
-    async def stream(self, request: Completion) -> AsyncIterator[tuple[int, Choice, Answer]]:
+    async def stream(self, request: Completion) -> AsyncGenerator[tuple[int, Choice, Answer], None]:
         """Each choice so far, by its index, when it has more tokens, and an answer without choices. Raises: Refusal."""
         if request.exact:
             answer = await self.complete(request)
@@ -108,14 +108,15 @@ class Engine:
                 yield index, choice, answer
             return
         rows = [Reply([], [], None) for _ in request.rows]
-        async for tokens, cached, version in self._tokens(request):
-            about = Answer([], None, version, cached)
-            for token in tokens:
-                row = rows[token.index]
-                row.add(token)
-                yield token.index, row.choice(), about
+        async with aclosing(self._tokens(request)) as parts:  # whose end frees the rows
+            async for tokens, cached, version in parts:
+                about = Answer([], None, version, cached)
+                for token in tokens:
+                    row = rows[token.index]
+                    row.add(token)
+                    yield token.index, row.choice(), about
 
-    async def _tokens(self, request: Completion) -> AsyncIterator[tuple[list[Token], int, str]]:
+    async def _tokens(self, request: Completion) -> AsyncGenerator[tuple[list[Token], int, str], None]:
         """What each turn of the scheduler adds, with the tokens of prompts that were known, and the version."""
         loop, parts = asyncio.get_running_loop(), asyncio.Queue[tuple[list[Token] | Failed, str]]()
 

@@ -198,15 +198,15 @@ def test_a_failure_ends_its_requests_and_leaves_nothing_behind(policy, monkeypat
         prompt, noise = [5 + number % 30 for number in range(40)], torch.rand(2, 4)
         _, expected = submit(scheduler, policy, asks(prompt, noise))
         finish(scheduler)
-        head = policy.model.get_output_embeddings().weight
+        embedding = policy.model.get_input_embeddings().weight
         with torch.no_grad():
-            before = head[3].clone()
-            head[3] = float("nan")
+            before = embedding[9].clone()  # of a token in the middle of the prompt
+            embedding[9] = float("nan")
         scheduler.memory.forget_weights()
         _, client = submit(scheduler, policy, asks(prompt, noise))
         finish(scheduler)
         with torch.no_grad():
-            head[3] = before
+            embedding[9] = before
         assert isinstance(client.problem, NotFinite) and "not finite" in str(client.problem)
         assert all(not layer.keys.isnan().any() for layer in scheduler.memory.pages.layers)
         scheduler.memory.forget_weights()
