@@ -22,7 +22,7 @@ from lightrlhf.models.tensor_parallel import check_splittable
 from lightrlhf.training.dry_run import DryRun
 from lightrlhf.training.faults import first_not_finite
 from lightrlhf.training.loss_scale import LossScale
-from lightrlhf.training.optimizers import make_optimizer
+from lightrlhf.training.optimizers import make_optimizer, make_schedule
 from lightrlhf.training.order import Order
 from lightrlhf.training.progress import Progress
 from lightrlhf.training.ranks import Ranks
@@ -71,8 +71,6 @@ class Learners:
     # -------------------------------------------------------------------------------------------------- set-up
     def setup(self, name: str, module: nn.Module, learning_rate: float, num_updates: int) -> nn.Module:
         """Wrap a trainable module with its optimiser and schedule, which `optimize(name)` steps."""
-        from transformers import get_scheduler
-
         self.parameters[name] = count_parameters(module)
         if self.order.planned_steps:
             words = f"the number of optimiser steps of {name} in each step is"
@@ -82,7 +80,7 @@ class Learners:
         wrapped, optimizer = self._wrap(name, module, learning_rate)
         wrapped.train()
         warmup = self._warmup(num_updates)
-        scheduler = get_scheduler(self.args.lr_scheduler_type, optimizer.optimizer, warmup, num_updates)
+        scheduler = make_schedule(self.args.lr_scheduler_type, optimizer.optimizer, warmup, num_updates)
         if self.resumed:
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
             optimizer.load_state_dict(shard_like(self.resumed["optimizers"][name], parameters))
