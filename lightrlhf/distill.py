@@ -14,8 +14,10 @@ first objective forgets that a token changes the prefixes behind it, the second 
 `--privileged_column` the teacher reads other words than the prompt, such as the prompt with a hint or a demonstration;
 without `--teacher` it is then the policy as it starts (Shenfeld et al. 2026, 2601.19897).
 
-Left out: k1 and k3 as a loss, k2 and k3 as a reward, whose gradients belong to other objectives; teachers
-with another tokenizer or on a server; sampling at another temperature, which would be on-policy for another policy.
+`--estimator`: what is known of q, all of it, its likeliest tokens, or the sampled ones; see `teachers/lesson.py`.
+
+Left out: k1 and k3 as a loss, k2 and k3 as a reward, whose gradients belong to other objectives; sampling at another
+temperature, which would be on-policy for another policy.
 """
 
 from __future__ import annotations
@@ -25,14 +27,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from lightrlhf.cli import groups as flags
 from lightrlhf.cli.errors import UsageError, one_line_errors
-from lightrlhf.cli.fields import at_least, between, flag, positive
+from lightrlhf.cli.fields import at_least, between, positive
 from lightrlhf.cli.parser import parse
 from lightrlhf.data.batch import Batch, Rollout, finetune_batch
 from lightrlhf.data.flat import View
@@ -41,13 +42,13 @@ from lightrlhf.data.splits import Row
 from lightrlhf.data.types import PreTrainedModel, Tokenizer
 from lightrlhf.generation.rollout_metrics import row_means
 from lightrlhf.generation.rollout_sampler import RolloutSampler
-from lightrlhf.maths import distillation
 from lightrlhf.models.given import load_start
 from lightrlhf.models.roles import Policy, policy_inputs
+from lightrlhf.teachers.drift import Drift
+from lightrlhf.teachers.lesson import VALUES, Lesson, TaughtBatch, action_values, make_teacher, teach
 from lightrlhf.training.rollout_log import append_rollouts, log_samples, num_logged, rollout_rows, writing_rollouts
 from lightrlhf.training.run import Metrics, OnStep, Run
 from lightrlhf.training.start import begin, check_prompts
-from lightrlhf.training.teacher import VALUES, DistillBatch, action_values, compare, load_teacher, seen_by_teacher
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +57,7 @@ class DistillArgs(
     flags.DataSetsArgs,
     flags.EvalArgs,
     flags.StartArgs,
+    flags.TeacherArgs,
     flags.AheadServerArgs,
     flags.RolloutLogArgs,
     flags.TensorParallelArgs,
@@ -64,14 +66,6 @@ class DistillArgs(
 
     experiment_name: str = "rlhf-distillation"
     """Folder below `log_dir` for the runs of one algorithm."""
-    teacher: str | None = flag(None, show="first")
-    """Teacher: hub name, folder or experiment dir of a language model with the student's tokenizer."""
-    privileged_column: str | None = None
-    """Column of the prompts that the teacher reads instead of the prompt: a text or messages."""
-    objective: Literal["position", "sequence"] = "position"
-    """Divergence of each position with its prefix held fixed, or the KL of whole responses."""
-    beta: float = between(0, 1, 1.0)
-    """Divergence of a position: 1 reverse KL, 0 forward KL, between them the generalised Jensen-Shannon divergence."""
     student_share: float = between(0, 1, 1.0)
     """Share of the steps on the student's own responses; the others are on the demonstrations of `--data_dir`."""
     num_generations: int = at_least(1, 1)
@@ -90,23 +84,12 @@ class DistillArgs(
     """Set the probability of every dropout module to 0."""
 
     def _check(self) -> None:
-        for name, value, whole in (
-            ("temperature", self.temperature, 1),
-            ("top_k", self.top_k, 0),
-            ("top_p", self.top_p, 1),
-            ("min_p", self.min_p, 0),
-        ):
-            if value != whole:
+        for name, value, words in (("objective", "sequence", "position"), ("estimator", "k1", "exact or top_k")):
+            if getattr(self, name) == value and self.student_share != 1:
                 raise ValueError(
-                    f"--{name} {value}: the divergence is the student's at temperature 1 over all tokens, so responses "
-                    f"are sampled from that; leave it at {whole}"
+                    f"--student_share {self.student_share} with --{name} {value}, whose gradient is of the student's "
+                    f"own responses; leave it at 1, or use --{name} {words}"
                 )
-        if self.objective == "sequence" and (self.beta != 1 or self.student_share != 1):
-            name = "beta" if self.beta != 1 else "student_share"
-            raise ValueError(
-                f"--{name} {getattr(self, name)} with --objective sequence: the KL of whole responses is of the "
-                "student's own; leave it at 1, or use --objective position"
-            )
         responses = self.rollout_size * self.num_generations
         if self.mini_batch_size > responses:
             raise ValueError(
@@ -115,16 +98,17 @@ class DistillArgs(
             )
 
     def _check_given(self, given: Mapping[str, object]) -> None:
-        is_given = given.get("teacher") is not None
-        if not (self.teacher or is_given or self.privileged_column):
-            raise UsageError("--teacher is needed, or --privileged_column, by which the policy teaches itself")
-        if self.teacher and is_given:
-            raise UsageError(f"--teacher {self.teacher} contradicts teacher; give one of them")
-        if self.privileged_column and self.student_share != 1:
-            raise UsageError(
-                f"--student_share {self.student_share} with --privileged_column: demonstrations have no such column; "
-                "leave it at 1"
-            )
+        for name in ("privileged_column", "teacher_column"):
+            if getattr(self, name) and self.student_share != 1:
+                raise UsageError(
+                    f"--student_share {self.student_share} with --{name}: demonstrations have no such column; "
+                    "leave it at 1"
+                )
+
+    @property
+    def compares_responses(self) -> bool:
+        """Whether a response has others to be compared with."""
+        return self.num_generations > 1
 
     def samples(self, step: int) -> bool:
         """Whether a step, counted from 0, is on the student's own responses."""
@@ -150,13 +134,14 @@ def train(
     load = partial(load_splits, "prompts")
     run, start = begin(args, DistillArgs, "distill", load, load_student, check_prompts, given, on_step)
     demonstrations = load_demonstrations(args, start.tokenizer)
-    expert = run.freeze(load_teacher(teacher, args, start.policy, start.tokenizer))
+    expert = make_teacher(teacher, run, start.policy, start.tokenizer)
     num_steps = run.order.num_steps(start.rows, args.rollout_size)
     per_rollout = math.ceil(args.rollout_size * args.num_generations / args.mini_batch_size)  # updates
     model = run.setup("policy", start.policy, args.learning_rate, num_steps * per_rollout)
     sampler = RolloutSampler(run, model, None, start, responses=args.num_generations)
     run.keep(start.policy, start.tokenizer)
     measure = partial(evaluate, run, sampler, model, expert, start.held_out) if start.held_out else None
+    drift = Drift(run)
 
     for step in run.steps(num_steps):
         batch: Batch
@@ -168,7 +153,7 @@ def train(
             batch = draw_demonstrations(run, demonstrations, step, start.tokenizer.pad_token_id)
         with run.phase("update"):
             metrics = update(run, model, expert, batch)
-        run.end_step(metrics, batch, measure)
+        run.end_step(metrics | drift.watch(metrics), batch, measure)
     return run.finish()
 
 
@@ -195,18 +180,16 @@ def draw_demonstrations(run: Run[DistillArgs], rows: Sequence[Row], step: int, p
 def update(run: Run[DistillArgs], model: nn.Module, teacher: nn.Module, batch: Batch) -> Metrics:
     """All optimiser steps on a batch of responses, in its order; the mean of each metric over them."""
     args = run.args
-    learned, seen = batch.extend(DistillBatch), seen_by_teacher(args, batch)
-    if args.objective == "sequence":
-        assert isinstance(batch, Rollout)
-        learned.costs = later_costs(run, model, teacher, batch)
+    learned = batch.extend(TaughtBatch)
+    lesson = teach(run, model, teacher, batch, learned)
     num_rows = math.ceil(run.ranks.total(len(batch)) / run.ranks.world_size)
     parts = torch.arange(len(batch)).tensor_split(math.ceil(num_rows / args.mini_batch_size))
-    metrics = [update_minibatch(run, model, teacher, learned.select(rows), seen.select(rows)) for rows in parts]
+    metrics = [update_minibatch(run, model, lesson, learned.select(rows)) for rows in parts]
     means = {name: sum(row[name] for row in metrics) / len(metrics) for name in metrics[0]}
-    return means | (length_metrics(run, batch) if isinstance(batch, Rollout) else {})
+    return means | lesson.counts() | (length_metrics(run, batch) if isinstance(batch, Rollout) else {})
 
 
-def update_minibatch(run: Run[DistillArgs], model: Any, teacher: Any, minibatch: DistillBatch, seen: Batch) -> Metrics:
+def update_minibatch(run: Run[DistillArgs], model: nn.Module, lesson: Lesson, minibatch: TaughtBatch) -> Metrics:
     """One optimiser step; the gradient does not depend on how micro-batches are cut."""
     args, count = run.args, max(run.ranks.total(minibatch.num_actions), 1.0)
     micros = run.ranks.pad_passes(minibatch.by_group(args.micro_batch_size))
@@ -214,23 +197,16 @@ def update_minibatch(run: Run[DistillArgs], model: Any, teacher: Any, minibatch:
     for i, rows in enumerate(micros):
         micro = minibatch.select(rows).to(run.device)
         with run.accumulate(model, enabled=i + 1 < len(micros)):
-            with run.autocast():
-                function = compare(teacher, micro, seen.select(rows).to(run.device), args.beta)
-            total, values = model(**policy_inputs(micro), function=function)  # (), (N, 5)
+            function = lesson.function(micro)
+            total, values = model(**policy_inputs(micro), function=function, with_stats=False)  # (), (N, 5)
             run.backward(total / count, micro.on_host.row)
         sums += values.sum(0)
     loss, kl, logprob, teacher_logprob, entropy = (run.ranks.sum(sums) / count).tolist()
     metrics = {"train/loss": loss, "objective/kl": kl, "objective/entropy": -logprob}
-    metrics |= {"teacher/logprob": teacher_logprob, "teacher/entropy": entropy}
+    metrics |= {"teacher/logprob": teacher_logprob}
+    if args.estimator != "k1":  # then it is not known
+        metrics |= {"teacher/entropy": entropy, "teacher/surprise": -teacher_logprob - entropy}
     return metrics | {"policy/grad_norm": run.optimize("policy")}
-
-
-def later_costs(run: Run[DistillArgs], model: nn.Module, teacher: nn.Module, rollout: Rollout) -> Tensor:
-    """KLs of the later positions of each response, less their mean over the prompt's other responses: (B, T-1)."""
-    kl = action_values(run, model, teacher, rollout)[..., VALUES.index("kl")]  # (B, T-1)
-    later = distillation.later_sum(kl, rollout.action_mask)
-    groups = (rollout.group, rollout.num_groups, run.ranks.sum)
-    return later - distillation.other_rows_mean(later, rollout.action_mask, *groups)
 
 
 # ------------------------------------------------------------------------------------------ metrics and evaluation

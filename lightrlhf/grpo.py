@@ -15,6 +15,7 @@ Switches make the relatives of it; examples/configs/grpo has them by name:
                      constant 1/(B max_new_tokens), of P prompts of N_p tokens prompt 1/(P N_p)
     --kl_placement   reward (k1, beside the score), or loss (rho (log pi - log pi_ref)^2 / 2)
     --entropy_coeff  c: less c times the sum of w_it H(pi(. | s_t))
+    --teacher_coeff  c: plus c times the loss of `lightrlhf.distill`, a divergence from a teacher
 
 All counts are over micro-batches and ranks, and a baseline is the whole group's wherever its rows are. Responses
 without a score are in no baseline and not in the loss; groups of equal scores have no advantage; both are counted.
@@ -31,7 +32,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -40,7 +41,7 @@ from lightrlhf.cli import groups as flags
 from lightrlhf.cli.errors import RunFailure, one_line_errors
 from lightrlhf.cli.fields import above, at_least, flag, positive
 from lightrlhf.cli.parser import parse
-from lightrlhf.data.batch import Batch, Rollout, joined, to_device
+from lightrlhf.data.batch import Rollout, joined, to_device
 from lightrlhf.data.rows import Given, load_splits
 from lightrlhf.data.scores import Scores
 from lightrlhf.data.splits import Row
@@ -49,16 +50,14 @@ from lightrlhf.generation import rollout_metrics
 from lightrlhf.generation.rollout_sampler import RolloutSampler
 from lightrlhf.maths import groups, ops, policy_losses, sampling_gap
 from lightrlhf.models.given import load_start
-from lightrlhf.models.roles import policy_inputs
+from lightrlhf.models.roles import Policy, policy_inputs
 from lightrlhf.rewards import functions, kl, loading, own_functions
 from lightrlhf.rewards.rewards import Rewards
+from lightrlhf.teachers.lesson import Lesson, TaughtBatch, Term, make_teacher, teach
 from lightrlhf.training.ranks import LocalRanks, Ranks
 from lightrlhf.training.rollout_log import log_rollouts
 from lightrlhf.training.run import Metrics, OnStep, Run
 from lightrlhf.training.start import begin, check_prompts
-
-if TYPE_CHECKING:
-    from lightrlhf.models.roles import Policy
 
 FULL_TUNING_RATE = 5e-6  # with LoRA a learning rate below is too low: 10 times as much as for full tuning is usual
 
@@ -70,6 +69,7 @@ class GRPOArgs(
     flags.EvalArgs,
     flags.StartArgs,
     flags.AuditArgs,
+    flags.TeacherTermArgs,
     flags.AheadServerArgs,
     flags.RolloutLogArgs,
     flags.TensorParallelArgs,
@@ -135,6 +135,8 @@ class GRPOArgs(
     """Penalty of a response of length `max_new_tokens`, with `overlong_buffer`."""
     overlong_filter: bool = flag(False, show="rarely")
     """Keep truncated responses out of the loss; they stay in their group's baseline."""
+    sibling_score: float | None = flag(None, needs="teacher_coeff", show="rarely")
+    """Score from which another response of the group is shown to the teacher, as a hint behind the prompt (SDPO)."""
     resample_rounds: int = at_least(0, 0, excludes={"data_weights": ..., "num_generations": 1}, show="rarely")
     """Rounds of replacing groups with equal scores by other prompts (DAPO's dynamic sampling)."""
 
@@ -160,6 +162,16 @@ class GRPOArgs(
         if self.advantage not in groups.ADVANTAGES:
             own_functions.load_own_advantage(self.advantage, self.num_generations)
 
+    @property
+    def shows_siblings(self) -> bool:
+        """Whether the teacher reads other responses to the prompt."""
+        return self.sibling_score is not None
+
+    @property
+    def compares_responses(self) -> bool:
+        """Whether a response has others to be compared with."""
+        return self.num_generations > 1
+
     def load_loss(self) -> policy_losses.TokenLoss:
         """The loss of `--loss_type`. Raises: UsageError when a function cannot be imported or called."""
         if self.loss_type not in policy_losses.LOSSES:
@@ -173,7 +185,7 @@ class GRPOArgs(
 
 
 @dataclass(kw_only=True)
-class GRPOBatch(Batch):
+class GRPOBatch(TaughtBatch):
     """A rollout as the update needs it; all (B, T-1), 0 off actions."""
 
     group: Tensor  # (B,) int64
@@ -188,6 +200,7 @@ def train(
     args: GRPOArgs,
     *,
     policy: PreTrainedModel | Policy | None = None,
+    teacher: PreTrainedModel | Policy | None = None,
     tokenizer: Tokenizer | None = None,
     prompts: Given | None = None,
     reward: functions.RewardFunctions | None = None,
@@ -195,17 +208,18 @@ def train(
 ) -> Path:
     """Train by GRPO or a relative of it; returns the experiment dir. Objects given here replace what flags would load.
 
-    policy: a causal language model of transformers, which is trained in place; prompts: see `data.rows`;
+    policy, teacher: causal language models of transformers, the first trained in place; prompts: see `data.rows`;
     reward: a function as in howto/rewards.md, or several; on_step: called with (step, metrics) where metrics are
     logged, may raise `StopTraining`.
     Raises: UsageError for invalid input, RunFailure when the run fails.
     """
-    given = {"policy": policy, "tokenizer": tokenizer, "prompts": prompts, "reward": reward}
+    given = {"policy": policy, "teacher": teacher, "tokenizer": tokenizer, "prompts": prompts, "reward": reward}
     load = partial(load_splits, "prompts")
     run, start = begin(args, GRPOArgs, "grpo", load, load_actor, check_prompts, given, on_step)
     loss = args.load_loss()
     reference = run.freeze(start.policy.reference()) if args.init_kl_coeff else None
     rewards = loading.make_rewards(args, run, reward, backbone=start.policy)
+    expert = make_teacher(teacher, run, start.policy, start.tokenizer)
     warn_of_low_rate(run)
     num_steps = run.order.num_steps(start.rows, args.rollout_size)
     per_epoch = math.ceil(args.rollout_size * args.num_generations / args.mini_batch_size)  # updates
@@ -236,7 +250,8 @@ def train(
             correction = sampling_gap.importance_weights(*gap)  # (B, T-1); None where this process samples
             batch = estimate_advantages(args, rollout, scores, correction, run.ranks)
             log_rollouts(run, rollout, scores, batch.advantages)
-            metrics |= update(run, model, batch, loss, step) | rollout_metrics.failure_metrics(run, scores)
+            lesson = teach(run, model, expert, rollout, batch, scores=scores.total) if expert else None
+            metrics |= update(run, model, batch, loss, step, lesson) | rollout_metrics.failure_metrics(run, scores)
         run.end_step(metrics, rollout, measure)
     return run.finish()
 
@@ -337,7 +352,14 @@ def estimate_advantages(
 
 
 # ------------------------------------------------------------------------------------------------------- the update
-def update(run: Run[GRPOArgs], model: nn.Module, batch: GRPOBatch, loss: policy_losses.TokenLoss, step: int) -> Metrics:
+def update(
+    run: Run[GRPOArgs],
+    model: nn.Module,
+    batch: GRPOBatch,
+    loss: policy_losses.TokenLoss,
+    step: int,
+    lesson: Lesson | None = None,
+) -> Metrics:
     """All optimiser steps of one rollout; averages each metric over the mini-batches that have it."""
     args = run.args
     num_rows = math.ceil(run.ranks.total(len(batch)) / run.ranks.world_size)
@@ -346,7 +368,7 @@ def update(run: Run[GRPOArgs], model: nn.Module, batch: GRPOBatch, loss: policy_
         for epoch in range(args.ppo_epochs)
         for minibatch in minibatches(batch, args.mini_batch_size, num_rows, run.ranks.generator(step, epoch, -2))
     )
-    metrics = [update_minibatch(run, model, minibatch, loss) for minibatch in parts]
+    metrics = [update_minibatch(run, model, minibatch, loss, lesson) for minibatch in parts]
     known = {name: [row[name] for row in metrics if not math.isnan(row[name])] for name in metrics[0]}
     return {name: sum(values) / len(values) if values else math.nan for name, values in known.items()}
 
@@ -360,7 +382,11 @@ def minibatches(batch: GRPOBatch, size: int, num_rows: int, generator: torch.Gen
 
 
 def update_minibatch(
-    run: Run[GRPOArgs], model: nn.Module, minibatch: GRPOBatch, loss: policy_losses.TokenLoss
+    run: Run[GRPOArgs],
+    model: nn.Module,
+    minibatch: GRPOBatch,
+    loss: policy_losses.TokenLoss,
+    lesson: Lesson | None = None,
 ) -> Metrics:
     """One optimiser step; the gradient does not depend on how micro-batches are cut.
 
@@ -370,18 +396,18 @@ def update_minibatch(
     counted = (minibatch.action_mask, minibatch.group, minibatch.num_groups)
     entropy_weights = policy_losses.token_weights(*counted, args.aggregation, args.max_new_tokens, run.ranks.sum)
     weights = entropy_weights if minibatch.correction is None else entropy_weights * minibatch.correction  # (b, T-1)
-    if args.loss_type in policy_losses.LOSSES and not (kl_coeff or args.entropy_coeff):
+    if args.loss_type in policy_losses.LOSSES and not (kl_coeff or args.entropy_coeff or lesson):
         learned = (minibatch.advantages != 0).any(1).nonzero()[:, 0]  # a response without an advantage has no gradient
         minibatch, weights = minibatch.select(learned), weights[learned]
-    sums = torch.zeros(5, device=run.device)
+    term, sums = Term(lesson, minibatch) if lesson else None, torch.zeros(5, device=run.device)
     micros = run.ranks.pad_passes(minibatch.by_group(args.micro_batch_size))
     for i, rows in enumerate(micros):
         micro = minibatch.select(rows).to(run.device)
         mask, actions = micro.action_mask, micro.actions
         weight, entropy_weight = (to_device(w[rows, : mask.shape[1]], run.device) for w in (weights, entropy_weights))
         with run.accumulate(model, enabled=i + 1 < len(micros)):
-            inputs = policy_inputs(micro)
-            stats = model(**inputs, temperature=args.temperature, with_entropy=args.entropy_coeff > 0)
+            options = {"temperature": args.temperature, "with_entropy": args.entropy_coeff > 0}
+            stats = term.read(model, micro, **options) if term else model(**policy_inputs(micro), **options)
             logprobs = stats.logprobs  # (b, T-1)
             difference = torch.where(mask, logprobs - micro.logprobs, 0.0)  # (b, T-1)
             is_sequence = args.importance_sampling_level == "sequence"
@@ -393,6 +419,8 @@ def update_minibatch(
             if args.entropy_coeff:
                 bonus = policy_losses.entropy_bonus(stats.entropy, entropy_weight, actions)
                 total = total - args.entropy_coeff * bonus
+            if term:
+                total = total + args.teacher_coeff * term.total / term.count
             run.backward(total, micro.on_host.row)
         with torch.no_grad():
             ratio, used = difference[actions].exp(), log_ratio[actions].exp()
@@ -402,7 +430,8 @@ def update_minibatch(
     total, *of_tokens, count = run.ranks.sum(sums).tolist()
     means = [value / count if count else math.nan for value in of_tokens]  # NaN: no advantage
     named = dict(zip(("policy/clipfrac", "policy/approxkl", "policy/ratio"), means))
-    return {"policy/loss": total, **named, "policy/grad_norm": run.optimize("policy")}
+    told = term.metrics() if term else {}
+    return {"policy/loss": total, **named, **told, "policy/grad_norm": run.optimize("policy")}
 
 
 # ------------------------------------------------------------------------------------------ metrics and evaluation

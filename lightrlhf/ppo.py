@@ -7,6 +7,8 @@ reference at each token; advantages come from GAE, whitened over the whole rollo
     L_policy = -sum_t min(rho_t A_t, clip(rho_t, 1-e, 1+e) A_t) / N                                       (2017, eq. 7)
     L_value  = 1/2 sum_t max((V_t - R_t)^2, (V_old,t + clip(V_t - V_old,t, -e, e) - R_t)^2) / N
 
+With `--teacher_coeff c` L_policy has c times the loss of `lightrlhf.distill` beside it, a divergence from a teacher.
+
 A macro action (MA-RLHF, Chai et al. 2025) is a segment of the response: `--termination_condition` sets where segments
 end, `--value_function` how the values of a segment's tokens are reduced to its value. Rewards are summed over a
 segment, GAE runs over segments, and each token gets its segment's advantage and return. `--ngram 1`, the default, is
@@ -35,7 +37,7 @@ from lightrlhf.cli import groups as flags
 from lightrlhf.cli.errors import one_line_errors
 from lightrlhf.cli.fields import at_least, between, flag, positive
 from lightrlhf.cli.parser import parse
-from lightrlhf.data.batch import Batch, Rollout, inference_batches, to_device
+from lightrlhf.data.batch import Rollout, inference_batches, to_device
 from lightrlhf.data.macro_parsers import Parser, check_parser, make_parser, parsed_segments
 from lightrlhf.data.rows import Given, Row, load_splits
 from lightrlhf.data.scores import Scores
@@ -48,6 +50,7 @@ from lightrlhf.models.roles import Policy, ScalarModel, policy_inputs
 from lightrlhf.rewards import functions, kl
 from lightrlhf.rewards.loading import make_rewards
 from lightrlhf.rewards.rewards import Rewards
+from lightrlhf.teachers.lesson import Lesson, TaughtBatch, Term, make_teacher, teach
 from lightrlhf.training.rollout_log import log_rollouts
 from lightrlhf.training.run import Metrics, OnStep, Run
 from lightrlhf.training.start import begin, check_prompts
@@ -60,6 +63,7 @@ class PPOArgs(
     flags.EvalArgs,
     flags.StartArgs,
     flags.AuditArgs,
+    flags.TeacherTermArgs,
     flags.AheadServerArgs,
     flags.RolloutLogArgs,
     flags.TensorParallelArgs,
@@ -145,7 +149,7 @@ class PPOArgs(
 
 
 @dataclass(kw_only=True)
-class PPOBatch(Batch):
+class PPOBatch(TaughtBatch):
     """A rollout as the update needs it; all (B, T-1), 0 off actions."""
 
     logprobs: Tensor  # under the policy before the update
@@ -165,6 +169,7 @@ def train(
     args: PPOArgs,
     *,
     policy: PreTrainedModel | Policy | None = None,
+    teacher: PreTrainedModel | Policy | None = None,
     tokenizer: Tokenizer | None = None,
     prompts: Given | None = None,
     reward: functions.RewardFunctions | None = None,
@@ -172,16 +177,16 @@ def train(
 ) -> Path:
     """Train by PPO; returns the experiment dir. Objects given here replace what the flags would load.
 
-    policy: a causal language model of transformers, which is trained in place; prompts: see `data.rows`;
-    reward: a function as in howto/rewards.md, or several; on_step: called with (step, metrics) where
-    metrics are logged, may raise `StopTraining`.
+    policy, teacher: causal language models of transformers, the first trained in place; prompts: see `data.rows`;
+    reward: see howto/rewards.md; on_step(step, metrics): called where those are logged, may raise `StopTraining`.
     Raises: UsageError for invalid input, RunFailure when the run fails.
     """
-    objects = {"policy": policy, "tokenizer": tokenizer, "prompts": prompts, "reward": reward}
+    objects = {"policy": policy, "teacher": teacher, "tokenizer": tokenizer, "prompts": prompts, "reward": reward}
     load = partial(load_splits, "prompts")
     run, start = begin(args, PPOArgs, "ppo", load, load_actor, check_prompts, objects, on_step)
     reference = run.freeze(start.policy.reference())
     rewards = make_rewards(args, run, reward, backbone=start.policy, keeps_infinite=args.clip_rewards)
+    expert = make_teacher(teacher, run, start.policy, start.tokenizer)
     parser = make_parser(args.parser) if args.termination_condition == "parsing" else None
     critic = load_critic(args, start.tokenizer, start.policy, is_given=policy is not None)
     num_steps = run.order.num_steps(start.rows, args.rollout_size)
@@ -211,7 +216,8 @@ def train(
             batch = estimate_advantages(args, scored, by_token, values, segments, correction, run.ranks.sum)
         log_rollouts(run, rollout, scores, batch.advantages, values)
         with run.phase("update"):
-            metrics = update(run, model, value_model, batch, step)
+            lesson = teach(run, model, expert, scored, batch, across=True) if expert else None
+            metrics = update(run, model, value_model, batch, step, lesson)
         metrics |= rollout_metrics.rollout_metrics(run, rollout, scores.total, by_token)
         metrics |= rollout_metrics.reward_metrics(run, scores, rewards.audit)
         metrics |= macro_metrics(run, batch, parse_failures) | {"objective/kl_coeff": kl_coeff.value}
@@ -312,7 +318,9 @@ def minibatches(batch: PPOBatch, size: int, num_rows: int, generator: torch.Gene
         yield batch.select(rows)
 
 
-def update(run: Run[PPOArgs], actor: nn.Module, critic: nn.Module, batch: PPOBatch, step: int) -> Metrics:
+def update(
+    run: Run[PPOArgs], actor: nn.Module, critic: nn.Module, batch: PPOBatch, step: int, lesson: Lesson | None = None
+) -> Metrics:
     """All optimiser steps of one rollout, or those until `--max_kl` is exceeded; returns means over them."""
     args = run.args
     num_rows = int(run.ranks.total(len(batch)) + run.ranks.world_size - 1) // run.ranks.world_size
@@ -323,7 +331,7 @@ def update(run: Run[PPOArgs], actor: nn.Module, critic: nn.Module, batch: PPOBat
     )
     metrics = []
     for minibatch in parts:
-        metrics.append(update_minibatch(run, actor, critic, minibatch))
+        metrics.append(update_minibatch(run, actor, critic, minibatch, lesson))
         approxkl = metrics[-1]["policy/approxkl"]  # over all ranks, so they all stop here
         if args.max_kl is not None and approxkl > args.max_kl:
             break
@@ -332,20 +340,25 @@ def update(run: Run[PPOArgs], actor: nn.Module, critic: nn.Module, batch: PPOBat
     return means | {"policy/updates": len(metrics)}
 
 
-def update_minibatch(run: Run[PPOArgs], actor: nn.Module, critic: nn.Module, minibatch: PPOBatch) -> Metrics:
+def update_minibatch(
+    run: Run[PPOArgs], actor: nn.Module, critic: nn.Module, minibatch: PPOBatch, lesson: Lesson | None = None
+) -> Metrics:
     """One optimiser step of actor and critic; the gradient does not depend on the size of micro-batches."""
     args = run.args
     count = max(run.ranks.total(minibatch.num_actions), 1.0)
-    sums = torch.zeros(5, device=run.device)
+    term, sums = Term(lesson, minibatch) if lesson else None, torch.zeros(5, device=run.device)
+    options = {"temperature": args.temperature, "with_entropy": args.entropy_coeff > 0}
     micros = run.ranks.pad_passes(minibatch.by_length(args.micro_batch_size))
     for i, rows in enumerate(micros):
         micro = minibatch.select(rows).to(run.device)
         actions, more = micro.actions, i + 1 < len(micros)
         with run.accumulate(actor, enabled=more):
-            stats = actor(**policy_inputs(micro), temperature=args.temperature, with_entropy=args.entropy_coeff > 0)
+            stats = term.read(actor, micro, **options) if term else actor(**policy_inputs(micro), **options)
             advantages = micro.advantages if micro.correction is None else micro.advantages * micro.correction
             terms = (stats.logprobs, micro.logprobs, advantages)  # (b, T-1) each
             loss = ops.policy_loss(*terms, actions, args.clip_coeff, stats.entropy, args.entropy_coeff)
+            if term:
+                loss = loss + args.teacher_coeff * term.total
             run.backward(loss / count, micro.on_host.row)
         with run.accumulate(critic, enabled=more):
             values = critic(micro.on_host.input_ids, micro.on_host.attention_mask)[:, :-1]  # (b, T-1)
@@ -356,12 +369,14 @@ def update_minibatch(run: Run[PPOArgs], actor: nn.Module, critic: nn.Module, min
             ratio = difference.exp()
             outside = ((ratio - 1).abs() > args.clip_coeff).float()
             sums += torch.stack([loss, critic_loss, outside.sum(), (ratio - 1 - difference).sum(), ratio.sum()])
+    told = term.metrics() if term else {}
     policy_mean, value_mean, clipfrac, approxkl, ratio_mean = (run.ranks.sum(sums) / count).tolist()
     return {
         "policy/loss": policy_mean,
         "policy/clipfrac": clipfrac,
         "policy/approxkl": approxkl,
         "policy/ratio": ratio_mean,
+        **told,
         "policy/grad_norm": run.optimize("policy"),
         "value/loss": value_mean,
         "value/grad_norm": run.optimize("critic"),

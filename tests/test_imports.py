@@ -22,7 +22,7 @@ FLOORS = [  # from the ground up: a room imports only rooms below its own floor
     {"training"},
     {"rewards"},
     {"generation"},
-    {"envs"},
+    {"envs", "teachers"},
     {"demo", "evaluation", "serving"},
 ]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}

@@ -27,6 +27,7 @@ BUDGET = {
     "rewards": 0,
     "serving": 0,
     "storage": 1,
+    "teachers": 0,
     "training": 13,
 }  # by room; each number may only shrink
 

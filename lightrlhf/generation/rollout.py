@@ -20,7 +20,7 @@ from lightrlhf.generation.served import ServedPolicy
 from lightrlhf.maths.sampling_gap import gap_size
 from lightrlhf.models.forward import device_of, inference
 from lightrlhf.models.quantisation import compute_dtype, is_quantised
-from lightrlhf.models.roles import Policy, policy_inputs
+from lightrlhf.models.roles import Policy, policy_inputs, vocabulary_size
 from lightrlhf.models.sharding import gather_shards
 from lightrlhf.models.tokenizer import end_ids, store_ends
 from lightrlhf.training.ranks import Ranks
@@ -107,6 +107,29 @@ def score_logprobs(module: nn.Module, batch: Batch, temperature: float, batch_si
             logprobs = module(**policy_inputs(part), temperature=temperature).logprobs
             out[to_device(rows, device), : part.action_mask.shape[1]] = logprobs
     return out.cpu()
+
+
+def score_top(policy: Policy, batch: Batch, count: int, batch_size: int) -> tuple[Tensor, Tensor]:
+    """The most likely tokens at a batch's actions, at temperature 1, likeliest first: ids and log-probabilities.
+
+    -> (B, T-1, K) each, int64 and float32, on the host, with K = `count` or the size of the vocabulary.
+    """
+    device = device_of(policy)
+    size = min(count, vocabulary_size(policy))
+    out = torch.zeros(*batch.action_mask.shape, 2 * size, device=device)
+
+    def function(logits: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
+        top = logits.log_softmax(-1).topk(size)  # (n, K)
+        return logits.new_zeros(()), torch.cat([top.indices.float(), top.values], 1)  # ids below 2^24 are exact
+
+    with inference(policy):
+        for rows in inference_batches(batch.attention_mask.sum(1), batch_size, device):
+            part = batch.select(rows)
+            _, values = policy(**policy_inputs(part), function=function, with_stats=False)  # (N, 2 K)
+            places, columns = part.action_mask.nonzero(as_tuple=True)
+            out[to_device(rows[places.cpu()], device), to_device(columns, device)] = values
+    ids, logprobs = out.cpu().split(size, -1)
+    return ids.long(), logprobs
 
 
 # ---------------------------------------------------------------------------------- the gap of servers to the trainer

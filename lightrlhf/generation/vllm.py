@@ -86,8 +86,11 @@ class VLLM:
         self.settings: dict[str, Any] = {}  # dtype, logprobs_mode and more, where it tells them
         self.loading = asyncio.Lock()  # one load at a time
 
-    async def connect(self) -> None:
-        """Find out whether it is vLLM or our own server, its model and settings. Raises: RunFailure if neither."""
+    async def connect(self, follows: bool = True) -> None:
+        """Find out whether it is vLLM or our own server, its model and settings. Raises: RunFailure if neither.
+
+        follows: its weights are to follow a trainer's.
+        """
         await self.client.check_health()
         about = None
         with suppress(NoRoute):
@@ -96,6 +99,8 @@ class VLLM:
             raise RunFailure(f"{self.client.name} is neither vLLM nor lightrlhf.serve")
         self.takes_noise = str(about["version"]).startswith("lightrlhf")
         self.model = next((str(model.get("id")) for model in await self._models() if not model.get("parent")), "")
+        if not follows:
+            return
         try:
             answer = await self.ask("/server_info?config_format=json")
         except NoRoute:
@@ -165,16 +170,24 @@ class VLLM:
 
     async def score(self, texts: list[list[int]]) -> list[list[float]]:
         """Log-probability of each token after the first, read without cached prefixes, at temperature 1."""
-        body = {"model": self.adapter or self.model, "prompt": texts, "max_tokens": 1, "prompt_logprobs": 0}
+        told = await self.score_top(texts, 0)
+        return [[places[i][token] for i, token in enumerate(ids[1:])] for ids, places in zip(texts, told)]
+
+    async def score_top(self, texts: list[list[int]], count: int) -> list[list[dict[int, float]]]:
+        """Log-probabilities, by id, of each token after the first and of the `count` likeliest ones in its place."""
+        body = {"model": self.adapter or self.model, "prompt": texts, "max_tokens": 1, "prompt_logprobs": count}
         salt = {} if self.takes_noise else {"cache_salt": secrets.token_hex(8)}
-        longest = LONGEST_REPLY + BYTES_PER_TOKEN * sum(map(len, texts))
+        longest = LONGEST_REPLY + BYTES_PER_TOKEN * (1 + count) * sum(map(len, texts))
         reply = await self.ask("/v1/completions", body | salt, self.deadline, longest)
         try:
             return [
-                [float(values[str(token)]["logprob"]) for token, values in zip(ids[1:], choice["prompt_logprobs"][1:])]
+                [
+                    _values_at(values, token)
+                    for token, values in zip(ids[1:], choice["prompt_logprobs"][1:], strict=True)
+                ]
                 for ids, choice in zip(texts, order_choices(reply, len(texts)))
             ]
-        except (KeyError, TypeError, ValueError, OverflowError) as problem:
+        except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as problem:
             raise InvalidResponse(f"prompt_logprobs that cannot be read: {message_of(problem)}") from None
 
     # --------------------------------------------------------------------------------------------------------- weights
@@ -252,6 +265,14 @@ class VLLM:
     async def sleep(self, asleep: bool) -> None:
         """Free the server's memory of the accelerator, or take it again."""
         await self.ask("/sleep?level=1" if asleep else "/wake_up", {}, self.deadline)
+
+
+def _values_at(values: dict[str, dict[str, Any]], token: int) -> dict[int, float]:
+    """Log-probabilities by id in one place of a prompt, the token's among them. Raises: KeyError, ValueError."""
+    found = {int(index): float(one["logprob"]) for index, one in values.items()}
+    if not all(value <= 1e-3 for value in (found[token], *found.values())):  # NaN, too
+        raise ValueError("a log-probability above 0")
+    return found
 
 
 # ------------------------------------------------------------------------------------------------ requests and replies

@@ -10,8 +10,11 @@ different gradients by the student's weights:
 The second line is the policy gradient with the reward log q(y_t) - log p(y_t), its own position and all later ones
 replaced by their exact means, which leaves the expectation and lowers the variance (Rao-Blackwell).
 
-Left out: estimators of another gradient than their name says: k3 as a loss (on samples of p that is the gradient of
-KL(q || p)), k1 as a loss (whose gradient has mean 0), k2 and k3 as a reward.
+Where log q of the sampled tokens alone is known, k1_t = log p(y_t) - log q(y_t) takes the place of KL_t, and its own
+position is a policy gradient, too: grad log p(y_t) k1_t, whose mean is grad KL_t. Of the k likeliest tokens of q the
+others are one bucket.
+
+Left out: estimators of another gradient than their name says, see `cli.groups.teacher`.
 """
 
 from __future__ import annotations
@@ -22,6 +25,8 @@ import torch
 from torch import Tensor
 
 from lightrlhf.maths.ops import SumOverRanks
+
+FLOOR = 1e-7  # least probability of the tokens that a server does not name
 
 
 def divergence(student: Tensor, teacher: Tensor, beta: float = 1.0) -> Tensor:
@@ -51,18 +56,43 @@ def later_sum(values: Tensor, action_mask: Tensor) -> Tensor:
 
 
 def other_rows_mean(
-    values: Tensor, action_mask: Tensor, group: Tensor, num_groups: int, sum_over_ranks: SumOverRanks | None = None
+    values: Tensor,
+    action_mask: Tensor,
+    group: Tensor,
+    num_groups: int,
+    longest: int,
+    sum_over_ranks: SumOverRanks | None = None,
 ) -> Tensor:
     """Mean of the values at the same action number of the group's other rows: (B, T-1) -> (B, T-1), 0 off actions.
 
-    A row that has ended counts as 0 there. It does not depend on the row's own tokens, so as a baseline it leaves the
-    expectation of a gradient as it is; 0 for a group of one row. Numbers count actions: 0 is a row's first one.
+    A row that has ended counts as 0 there, and a row without actions does not count. As a baseline it leaves the
+    expectation of a gradient as it is, since it does not depend on the row's own tokens; 0 for a group of one row.
+    Numbers count actions: 0 is a row's first one; longest: the most that a row of any rank may have.
     """
     reduce = sum_over_ranks or (lambda tensor: tensor)
     number = (action_mask.long().cumsum(1) - 1).clamp(min=0)  # (B, T-1)
     counted = torch.where(action_mask, values, 0.0)
-    by_number = torch.zeros_like(counted).scatter_add(1, number, counted)  # (B, T-1), left-aligned
-    totals = reduce(by_number.new_zeros(num_groups, by_number.shape[1]).index_add(0, group, by_number))  # (G, T-1)
-    sizes = reduce(by_number.new_zeros(num_groups).index_add(0, group, torch.ones_like(by_number[:, 0])))  # (G,)
+    by_number = counted.new_zeros(len(counted), longest).scatter_add(1, number, counted)  # (B, L), left-aligned
+    totals = reduce(by_number.new_zeros(num_groups, longest).index_add(0, group, by_number))  # (G, L)
+    sizes = reduce(by_number.new_zeros(num_groups).index_add(0, group, action_mask.any(1).to(counted)))  # (G,)
     others = (totals[group] - by_number) / (sizes[group, None] - 1).clamp(min=1)
     return torch.where(action_mask & (sizes[group, None] > 1), others.gather(1, number), 0.0)
+
+
+# ----------------------------------------------------------------------------------------- a part of the vocabulary
+def with_tail(logprobs: Tensor) -> Tensor:
+    """Log-probabilities of the k likeliest tokens and of all others together: (N, k) -> (N, k + 1), a distribution.
+
+    A server rounds, so that the k may sum to 1 and more: the others have `FLOOR` then, and all are divided by the sum.
+    """
+    tail = (1 - logprobs.exp().sum(-1, keepdim=True)).clamp(min=FLOOR).log()
+    return torch.cat([logprobs, tail], -1).log_softmax(-1)
+
+
+def in_buckets(logprobs: Tensor, ids: Tensor) -> Tensor:
+    """Log-probabilities of k < V tokens and of all others together: (N, V), (N, k) -> (N, k + 1).
+
+    A KL of such buckets is at most the whole vocabulary's, and 0 where both distributions are equal.
+    """
+    others = logprobs.scatter(1, ids, -math.inf).logsumexp(-1, keepdim=True)
+    return torch.cat([logprobs.gather(1, ids), others], -1)

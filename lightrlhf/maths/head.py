@@ -82,7 +82,7 @@ def head_sum(hidden: Tensor, head: nn.Module, function: LogitFunction, chunk_siz
     computed with the logits, `chunk_size` rows at a time, so that (N, V) is never in memory and no logits are computed
     twice (Hsu et al. 2024, 2410.10989, section 3.2). -> (), (N, k)
     """
-    weights = [weight for weight in head.parameters() if weight.requires_grad]
+    weights = [weight for weight in head.parameters() if weight.requires_grad and torch.is_grad_enabled()]
     return HeadSum.apply(hidden, head, function, chunk_size, *weights)
 
 

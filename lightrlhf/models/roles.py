@@ -195,27 +195,34 @@ class Policy(Role):
         allowed: Tensor | None = None,
         group: Tensor | None = None,
         function: LogitFunction | None = None,
+        with_stats: bool = True,
     ) -> Any:
         """(B, T) ids and masks -> `TokenStats` of the actions at `temperature`; entropies and means on request.
 
         label_ids (L,), allowed (B, 1, L) bool: restrict the actions to these tokens, in each row to the allowed ones.
         group: as in `Batch`. function: of the logits of the N actions, whose sum, (), and values, (N, k), are returned
-        instead; see `maths.head.head_sum`. Ids and masks may be on the host; elsewhere they are read from there first.
+        behind the statistics, or `with_stats=False` alone; see `maths.head.head_sum`. Ids and masks may be on the host;
+        elsewhere they are read from there first.
         """
         input_ids, attention_mask, action_mask = input_ids.cpu(), attention_mask.cpu(), action_mask.cpu()
         group = None if group is None else group.cpu()
         if not len(input_ids):
             ids, mask, actions = _dummy_batch(input_ids)
-            found = self.forward(ids, mask, actions, temperature, with_entropy, with_mean, function=function)
-            return found if function else found.map(lambda row: row[:0])
-        device, shape = self.model.device, action_mask.shape
+            if function is None:
+                found = self.forward(ids, mask, actions, temperature, with_entropy, with_mean)
+                return found.map(lambda row: row[:0])
+            stats, *summed = self.forward(ids, mask, actions, temperature, with_entropy, function=_of_none(function))
+            return (stats.map(lambda row: row[:0]), *summed) if with_stats else tuple(summed)
+        device, shape, summed = self.model.device, action_mask.shape, None
         targets = to_device(input_ids[:, 1:][action_mask], device)  # (N,)
         if label_ids is None:
             with self.active():
                 states, head = self._states(input_ids, attention_mask, action_mask, group=group)
                 rows = logit_rows(embedding_rows(self.model), device.type)
                 if function:
-                    return head_sum(states, head, function, rows)
+                    summed = head_sum(states, head, function, rows)
+                    if not with_stats:
+                        return summed
                 stats = TokenStats(*head_logprobs(states, head, targets, temperature, with_entropy, with_mean, rows))
         else:
             logits = self.choice_logits(input_ids, attention_mask, action_mask, label_ids, allowed)
@@ -224,7 +231,8 @@ class Policy(Role):
             entropy = -(logprobs.exp() * logprobs).sum(-1) if with_entropy else None
             stats = TokenStats(logprobs.gather(-1, chosen)[:, 0], entropy, None)
         places = tuple(to_device(index, device) for index in action_mask.nonzero(as_tuple=True))  # (N,) each
-        return stats.map(lambda row: row.new_zeros(shape).index_put(places, row))
+        stats = stats.map(lambda row: row.new_zeros(shape).index_put(places, row))
+        return (stats, *summed) if summed else stats
 
     def choice_logits(
         self,
@@ -374,6 +382,16 @@ def transformer_layers(module: nn.Module) -> nn.ModuleList:
 
 
 # -------------------------------------------------------------------------------------------------------------- helpers
+def _of_none(function: LogitFunction) -> LogitFunction:
+    """A function of no actions, and 0 times the logits of a dummy row, so that all weights have a gradient."""
+
+    def of_none(logits: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
+        total, values = function(logits[:0], slice(0, 0))
+        return total + 0.0 * logits.sum(), values
+
+    return of_none
+
+
 def _dummy_batch(empty_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Ids, mask and action mask of one row without actions, with which a rank without rows joins the collectives."""
     ids = empty_ids.new_zeros(1, 2)

@@ -220,6 +220,7 @@ class Checkpoints:
         self.module: Any = None
         self.tokenizer: Tokenizer  # set by `keep`
         self.state: Callable[[], dict[str, Any]] = dict
+        self.others: list[Callable[[], dict[str, Any]]] = []  # state of parts that the loop does not see
         self.texts: Callable[[], dict[str, str]] = dict
         self.saved_step = progress.step  # the last step that is saved, or 0
         self.saved_at = time.perf_counter()
@@ -239,6 +240,10 @@ class Checkpoints:
         """
         self.module, self.tokenizer, self.state, self.texts = module, tokenizer, state, files
 
+    def whole_state(self) -> dict[str, Any]:
+        """State of the loop and of its other parts."""
+        return self.state() | {name: value for other in self.others for name, value in other().items()}
+
     @property
     def due(self) -> bool:
         """Whether a checkpoint is due after the current step: by `--save_interval`, or as the best so far."""
@@ -252,13 +257,13 @@ class Checkpoints:
 
     def begin_step(self) -> None:
         """Keep the random state and the loop's state at the start of a step, which may be interrupted."""
-        self._begun = step_start(self.progress.step, self.ranks.device, self.state())
+        self._begun = step_start(self.progress.step, self.ranks.device, self.whole_state())
 
     def start(self) -> StepStart:
         """The state to save: the start of the current step, in which no weight has changed yet, or the present one."""
         if self._begun and self._begun.step == self.progress.step:
             return self._begun
-        return step_start(self.progress.step, self.ranks.device, self.state())
+        return step_start(self.progress.step, self.ranks.device, self.whole_state())
 
     def save(self, start: StepStart, texts: Mapping[str, str]) -> None:
         """Write the checkpoint of the finished steps; texts: further files by name. A dry run notes its size.

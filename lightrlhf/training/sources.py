@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from lightrlhf.cli.functions import split_path
-from lightrlhf.cli.groups import DataArgs, DataSetsArgs, TrainArgs
+from lightrlhf.cli.groups import DataArgs, DataSetsArgs, TeacherArgs, TrainArgs
 from lightrlhf.cli.hub import is_gguf
 from lightrlhf.cli.parser import to_dict
 from lightrlhf.data.macro_parsers import parser_model
@@ -54,6 +54,8 @@ def sources_of(args: TrainArgs, given: Mapping[str, str], start: str | None = No
     found: dict[str, Source] = {}
     (name, flag), flags = starting_model(args), to_dict(args)
     models = {flag: name} | {f"--{one}": flags.get(one) for one in MODELS}
+    if isinstance(args, TeacherArgs) and args.teacher_column:
+        models |= {f"--teacher {one}": model for one, model in args.teacher_models.items()} | {"--teacher": None}
     models["--parser"] = parser_model(flags.get("parser") or "")
     for flag_of, value in models.items():
         if value and (flag_of, value) not in (("--responder", "last"), ("--responder", "initial")):

@@ -7,36 +7,9 @@ import math
 
 import pytest
 import torch
+from helpers.tables import LENGTH, Table, V, texts
 
 from lightrlhf.maths.distillation import divergence, kl, later_sum, other_rows_mean
-
-V, LENGTH = 3, 3  # the text ends after its third token, or with token 0
-
-
-def texts() -> list[tuple[int, ...]]:
-    """All texts: token 0 ends one."""
-    found = []
-    for text in itertools.product(range(V), repeat=LENGTH):
-        end = text.index(0) + 1 if 0 in text else LENGTH
-        found.append(text[:end])
-    return sorted(set(found))
-
-
-class Table:
-    """Logits of the next token by prefix: a student or teacher without shared weights."""
-
-    def __init__(self, seed: int) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        self.prefixes = sorted({text[:t] for text in texts() for t in range(len(text))})
-        self.logits = torch.randn(len(self.prefixes), V, generator=generator, dtype=torch.float64).requires_grad_()
-
-    def logprobs(self, text: tuple[int, ...]) -> torch.Tensor:
-        """(T, V)."""
-        rows = [self.prefixes.index(text[:t]) for t in range(len(text))]
-        return self.logits.log_softmax(-1)[rows]
-
-    def logprob(self, text: tuple[int, ...]) -> torch.Tensor:
-        return sum(row[token] for row, token in zip(self.logprobs(text), text))
 
 
 def by_hand(student: list[float], teacher: list[float], beta: float) -> float:
@@ -154,7 +127,7 @@ def test_later_values_are_summed_over_actions_alone():
 def test_the_baseline_is_of_the_other_rows_at_the_same_action():
     mask = torch.tensor([[False, True, True, True], [True, True, False, False], [True, False, False, False]])
     values = torch.tensor([[9.0, 1.0, 2.0, 3.0], [4.0, 6.0, 9.0, 9.0], [5.0, 9.0, 9.0, 9.0]])
-    found = other_rows_mean(values, mask, torch.tensor([0, 0, 1]), 2)
+    found = other_rows_mean(values, mask, torch.tensor([0, 0, 1]), 2, 5)
     assert found.tolist() == [[0, 4, 6, 0], [1, 2, 0, 0], [0, 0, 0, 0]]
 
 
@@ -173,8 +146,40 @@ def test_a_baseline_of_the_group_leaves_the_expected_gradient():
             taken[row, : len(text)] = own[torch.arange(len(text)), torch.tensor(text)]
             mask[row, : len(text)] = True
         later = later_sum(exact.detach(), mask)
-        later = later - other_rows_mean(later, mask, torch.zeros(2, dtype=torch.int64), 1)
+        later = later - other_rows_mean(later, mask, torch.zeros(2, dtype=torch.int64), 1, LENGTH)
         weight = math.prod(float(student.logprob(text).detach().exp()) for text in pair)
         (gradient,) = torch.autograd.grad((exact + taken * later).sum() / 2, student.logits)
         found += weight * gradient
+    assert torch.allclose(found, expected, atol=1e-12)
+
+
+@pytest.mark.parametrize("objective", ["position", "sequence"])
+def test_off_policy_the_objective_is_the_one_at_the_states_of_the_policy_that_sampled(objective):
+    """The sum over prefixes of p_old(prefix) [KL(p, q) + sum_a p(a) (later KL under p_old)], as in 1502.05477."""
+    student, teacher, old = Table(9), Table(10), Table(11)
+    later = dict.fromkeys(student.prefixes, 0.0)  # KL of the positions behind a prefix, its own included, by p_old
+    for prefix in sorted(student.prefixes, key=len, reverse=True):
+        own, other = (table.logits[student.prefixes.index(prefix)].log_softmax(-1).detach() for table in (old, teacher))
+        children = [later.get((*prefix, token), 0.0) for token in range(V)]
+        later[prefix] = float(kl(own[None], other[None])) + sum(float(own[a].exp()) * children[a] for a in range(V))
+    expected = torch.zeros((), dtype=torch.float64)
+    for row, prefix in enumerate(student.prefixes):
+        reached = float(old.logprob((*prefix, 0)).detach().exp() / old.logprobs((*prefix, 0))[-1, 0].detach().exp())
+        own, other = student.logits[row].log_softmax(-1), teacher.logits[row].log_softmax(-1).detach()
+        term = kl(own[None], other[None])[0]
+        if objective == "sequence":
+            term = term + sum(own[a].exp() * later.get((*prefix, a), 0.0) for a in range(V))
+        expected = expected + reached * term
+    (expected,) = torch.autograd.grad(expected, student.logits)
+    found = torch.zeros_like(expected)
+    for text in texts():
+        own, before, other = (table.logprobs(text) for table in (student, old, teacher))
+        mask, at = torch.ones(1, len(text), dtype=torch.bool), (torch.arange(len(text)), torch.tensor(text))
+        costs = (
+            later_sum(kl(before, other).detach()[None], mask)[0] if objective == "sequence" else torch.zeros(len(text))
+        )
+        ratio = (own[at] - before[at]).exp().detach()
+        loss = (kl(own, other.detach()) + ratio * costs * own[at]).sum()
+        (gradient,) = torch.autograd.grad(loss, student.logits)
+        found += float(old.logprob(text).detach().exp()) * gradient
     assert torch.allclose(found, expected, atol=1e-12)

@@ -82,7 +82,8 @@ OWN = {  # of one program, after those
     "lightrlhf.evaluate_dialogues": ["--num_samples", "4"],
 }
 EVERYTHING = {  # flags by which an algorithm logs all its metrics
-    "grpo": ["--init_kl_coeff", "0.1", "--audit_function", "helpers.rewards:vowels"],
+    "grpo": ["--init_kl_coeff", "0.1", "--audit_function", "helpers.rewards:vowels", "--teacher_coeff", "0.1"],
+    "ppo": ["--teacher_coeff", "0.1"],
     "reflect_rl": ["--trainer", "ppo", "--use_critic", "True", "--init_kl_coeff", "0.1", "--replay_buffer_size", "4"],
 }
 EXPLAINED = [name for name, one in TRAINING.items() if one.data not in ("refuel", "dialogue")]  # no such data here

@@ -3,24 +3,36 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 
 import pytest
 import torch
-from helpers import RunOfOneStep, assert_same_gradients, last_checkpoint, metrics, mixed_batch, rows_of
+from helpers import (
+    RunOfOneStep,
+    assert_same_gradients,
+    last_checkpoint,
+    metrics,
+    mixed_batch,
+    rows_of,
+    run_program,
+    save_model,
+)
 from helpers.errors import error_naming
 from helpers.rollouts import rollout_of
+from helpers.serving import serving
+from helpers.tokenizers import byte_tokenizer
 
 from lightrlhf import distill, sft
 from lightrlhf.cli.errors import RunFailure
 from lightrlhf.cli.groups import FrozenArgs, ModelArgs
 from lightrlhf.cli.parser import parse
-from lightrlhf.data.batch import Batch
 from lightrlhf.data.tokens import encode_prompt
 from lightrlhf.distill import DistillArgs, main, update_minibatch
 from lightrlhf.models.loading import load_policy
 from lightrlhf.models.probes import enable_packing
 from lightrlhf.models.roles import policy_inputs
-from lightrlhf.training.teacher import DistillBatch, load_teacher, seen_by_teacher
+from lightrlhf.teachers.lesson import Lesson, TaughtBatch, teach
+from lightrlhf.teachers.teacher import load_teacher, seen_by_teacher
 
 EOS = 1
 PROMPT_ROWS = rows_of(6, 9, 3)
@@ -55,21 +67,20 @@ def teacher(base_model, tokenizer):
     return policy
 
 
-def batch_of(student, teacher, args: DistillArgs) -> DistillBatch:
+def lesson_of(student, teacher, args) -> tuple[Lesson, TaughtBatch]:
     rollout = dataclasses.replace(rollout_of(PROMPTS, RESPONSES), group=GROUP, num_groups=3)
     with torch.no_grad():
         inputs = {"attention_mask": rollout.attention_mask, "action_mask": rollout.action_mask}
         rollout.logprobs = student(input_ids=rollout.input_ids, **inputs).logprobs
-    batch = rollout.extend(DistillBatch)
-    if args.objective == "sequence":
-        batch.costs = distill.later_costs(RunOfOneStep(args, policy=student), student, teacher, rollout)
-    return batch
+    learned = rollout.extend(TaughtBatch)
+    return teach(RunOfOneStep(args, policy=student), student, teacher, rollout, learned), learned
 
 
-def gradients_of(student, teacher, args: DistillArgs, batch: DistillBatch) -> dict[str, torch.Tensor]:
-    run = RunOfOneStep(args, policy=student)
+def gradients_of(student, teacher, args: DistillArgs) -> dict[str, torch.Tensor]:
+    lesson, learned = lesson_of(student, teacher, args)
+    run = lesson.run
     student.zero_grad()
-    update_minibatch(run, student, teacher, dataclasses.replace(batch), batch.extend(Batch))
+    update_minibatch(run, student, lesson, learned)
     student.zero_grad()
     return run.gradients["policy"]
 
@@ -103,23 +114,22 @@ SETTINGS = [{"beta": 1.0}, {"beta": 0.0}, {"beta": 0.3}, {"objective": "sequence
 @pytest.mark.parametrize("changes", SETTINGS, ids=str)
 def test_the_gradient_is_that_of_the_formula_however_a_batch_is_cut(changes, student, teacher, monkeypatch):
     args = distill_args(**changes)
-    batch = batch_of(student, teacher, args)
     student.zero_grad()
     exact_loss(student, teacher, args).backward()
     expected = {name: p.grad.clone() for name, p in student.named_parameters()}
     student.zero_grad()
-    assert_same_gradients(gradients_of(student, teacher, args, batch), expected, atol=2e-6)
+    assert_same_gradients(gradients_of(student, teacher, args), expected, atol=2e-6)
     for size in (1, 2):
         cut = dataclasses.replace(args, micro_batch_size=size)
-        assert_same_gradients(gradients_of(student, teacher, cut, batch), expected, atol=2e-6)
+        assert_same_gradients(gradients_of(student, teacher, cut), expected, atol=2e-6)
     monkeypatch.setattr("lightrlhf.models.roles.logit_rows", lambda size, device: 3)  # rows of logits at a time
-    assert_same_gradients(gradients_of(student, teacher, args, batch), expected, atol=2e-6)
+    assert_same_gradients(gradients_of(student, teacher, args), expected, atol=2e-6)
 
 
 def test_a_teacher_that_is_the_student_gives_no_gradient(student):
     for changes in SETTINGS:
         args = distill_args(**changes)
-        gradients = gradients_of(student, student, args, batch_of(student, student, args))
+        gradients = gradients_of(student, student, args)
         assert max(float(gradient.abs().max()) for gradient in gradients.values()) < 1e-7
 
 
@@ -143,7 +153,7 @@ def test_a_teacher_of_adapters_on_the_students_base_shares_its_backbone(runs, tm
     flags = runs.flags("distill", tmp_path / "student", *start, "--teacher", teacher)
     args = parse(DistillArgs, flags)
     student = distill.load_student(None, args, tokenizer)
-    shared = load_teacher(None, args, student, tokenizer)
+    shared = load_teacher(None, args, student, tokenizer, str(teacher))
     assert shared.model is student.model and shared.adapters and shared.adapters != student.adapters
     whole = load_policy(str(teacher), FrozenArgs(), tokenizer, "--teacher").eval()
     batch = mixed_batch()
@@ -180,7 +190,106 @@ def test_wrong_settings_are_refused():
         ({"top_p": 0.9}, "--top_p"),
         ({"objective": "sequence", "beta": 0.5}, "--beta"),
         ({"objective": "sequence", "student_share": 0.5}, "--student_share"),
+        ({"estimator": "k1", "student_share": 0.5}, "--student_share"),
         ({"mini_batch_size": 64}, "--mini_batch_size"),
+        ({"teacher": None, "teacher_server": "http://localhost:1"}, "--estimator exact"),
+        ({"teacher_server": "http://localhost:1"}, "--teacher_server"),
+        ({"teacher_column": "of"}, "--teacher_column"),
+        ({"own_teacher": "average"}, "--own_teacher"),
+        ({"teacher_decay": 0.5}, "--teacher_decay"),
+        ({"estimator": "k1", "beta": 0.5}, "--beta"),
+        ({"estimator": "k1_loss"}, "gradient of mean 0"),
+        ({"estimator": "k3_loss"}, "gradient of the forward KL"),
+        ({"estimator": "k2_reward"}, "gradient of no divergence"),
+        ({"estimator": "k3_reward"}, "less the forward one"),
     ):
         with error_naming(ValueError, name):
             distill_args(**changes)
+
+
+def test_a_micro_batch_without_rows_has_no_gradient(student, teacher):
+    """A rank has one where others have more rows."""
+    for changes in SETTINGS:
+        lesson, learned = lesson_of(student, teacher, distill_args(**changes))
+        empty = learned.select(torch.arange(0))
+        total, values = student(**policy_inputs(empty), function=lesson.function(empty), with_stats=False)
+        total.backward()
+        assert float(total.detach()) == 0 and values.shape == (0, 5)
+        assert all(p.grad is not None and not p.grad.any() for p in student.parameters())
+        student.zero_grad()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("objective", ["position", "sequence"])
+def test_two_ranks_equal_one_at_the_same_global_batch(objective, runs, tmp_path):
+    """A group of three responses lies on both ranks, whose rows are of other widths."""
+    more = ["--objective", objective, "--num_generations", "3", "--max_new_tokens", "8", "--optimizer_eps", "1e-2"]
+    more += ["--micro_batch_size", "1", "--lr_warmup_steps", "0", "--max_steps", "3", "--disable_dropout", "True"]
+    one = main(runs.flags("distill", tmp_path / "one", *more, "--rollout_size", "2", "--mini_batch_size", "6"))
+    ranks = ["--rollout_size", "1", "--mini_batch_size", "3", "--devices", "2", "--strategy", "ddp"]
+    run_program("lightrlhf.distill", *runs.flags("distill", tmp_path / "two", *more, *ranks))
+    (args,) = (tmp_path / "two").rglob("args.json")
+    for row, other in zip(metrics(one), metrics(args.parent), strict=True):
+        assert row.keys() == other.keys()
+        for name in row:
+            assert name.startswith("time/") or other[name] == pytest.approx(row[name], abs=1e-4, rel=1e-4), name
+
+
+# ------------------------------------------------------------------------------------------- estimators and teachers
+def kl_of(args: list[object]) -> list[float]:
+    rows = []
+    main_args = parse(DistillArgs, list(map(str, args)))
+    distill.train(main_args, on_step=lambda step, metrics: rows.append(metrics["objective/kl"]))
+    return rows
+
+
+@pytest.mark.slow
+def test_a_teacher_on_a_server_tells_what_one_here_does(runs, tmp_path):
+    """The likeliest tokens, and the sampled ones alone."""
+    with serving(runs.teacher) as (url, _):
+        for name in ("top_k", "k1"):
+            more = ["--estimator", name, "--max_steps", 2, "--objective", "sequence"]
+            flags = [*runs.flags("distill", tmp_path, *more)]
+            here = kl_of(flags)
+            at = flags.index("--teacher")
+            there = kl_of([*flags[:at], *flags[at + 2 :], "--teacher_server", url])
+            assert there == pytest.approx(here, abs=1e-4)
+
+
+def test_several_teachers_are_named_by_a_column(runs, tmp_path, tokenizer):
+    flags = runs.flags("distill", tmp_path, "--teacher_column", "of")
+    args = parse(DistillArgs, [*flags, "--teacher", f"one={runs.teacher},two={runs.model}"])
+    prompts = [{"prompt": "Do you have tea?", "of": "one"}, {"prompt": "Hi", "of": "two"}]
+    rows = []
+    distill.train(args, tokenizer=tokenizer, prompts=prompts, on_step=lambda step, metrics: rows.append(metrics))
+    alone = []
+    one = dataclasses.replace(args, teacher=str(runs.teacher), teacher_column=None)
+    distill.train(one, tokenizer=tokenizer, prompts=prompts, on_step=lambda step, metrics: alone.append(metrics))
+    assert 0 < rows[0]["objective/kl"] < alone[0]["objective/kl"]  # half of the rows are the start's own
+    with pytest.raises(RunFailure, match="--teacher_column of: prompt 1 names 'three'"):
+        distill.train(args, tokenizer=tokenizer, prompts=[prompts[0], {"prompt": "Hi", "of": "three"}])
+
+
+@pytest.mark.slow
+def test_a_run_with_an_averaged_teacher_resumes_bit_by_bit(runs, tmp_path, tokenizer):
+    prompts = [{"prompt": f"Do you have tea number {i}?", "seen": f"Say yes, {i}."} for i in range(6)]
+    flags = runs.flags("distill", tmp_path, "--privileged_column", "seen", "--own_teacher", "average")
+    at = flags.index("--teacher")
+    args = parse(DistillArgs, flags[:at] + flags[at + 2 :])
+    given = {"tokenizer": tokenizer, "prompts": prompts}
+    run = distill.train(dataclasses.replace(args, teacher_decay=0.5), **given)
+    expected = [row["objective/kl"] for row in metrics(run) if "objective/kl" in row]
+    for later in sorted(run.glob("checkpoint-*"))[1:]:
+        shutil.rmtree(later)
+    distill.train(dataclasses.replace(args, teacher_decay=0.5, resume_from=str(run)), **given)
+    assert [row["objective/kl"] for row in metrics(run) if "objective/kl" in row] == expected
+
+
+def test_a_teacher_with_another_tokenizer_needs_the_judgement_of_whole_responses(runs, tmp_path, tokenizer):
+    other = save_model("llama", tmp_path / "other", byte_tokenizer())
+    byte_tokenizer().save_pretrained(other)
+    flags = runs.flags("distill", tmp_path, "--teacher", other, "--num_generations", 2, "--mini_batch_size", 4)
+    with pytest.raises(SystemExit):
+        main([*flags, "--objective", "position"])
+    rows = metrics(main([*flags, "--objective", "sequence", "--estimator", "k1"]))
+    assert {"teacher/noncanonical", "teacher/unreadable"} <= rows[-1].keys()

@@ -12,6 +12,7 @@ from lightrlhf.cli.groups.rewards import AuditArgs, RewardArgs
 from lightrlhf.cli.groups.run import DryRunArgs, RolloutLogArgs, RunArgs
 from lightrlhf.cli.groups.sampling import DecodingArgs, SamplingArgs
 from lightrlhf.cli.groups.servers import AheadServerArgs, RolloutServerArgs, ServerArgs
+from lightrlhf.cli.groups.teacher import TeacherArgs, TeacherTermArgs
 from lightrlhf.cli.groups.train import TrainArgs
 
 __all__ = [
@@ -35,6 +36,8 @@ __all__ = [
     "SealArgs",
     "ServerArgs",
     "StartArgs",
+    "TeacherArgs",
+    "TeacherTermArgs",
     "TensorParallelArgs",
     "TrainArgs",
 ]
