@@ -33,7 +33,7 @@ class Answer(NamedTuple):
     """The answer to a request."""
 
     choices: list[Choice]
-    scores: list[list[float]] | None  # log-probability of each token of each prompt after its first, at temperature 1
+    scores: list[list[dict[int, float]]] | None  # by id, at each token of a prompt after its first
     version: str  # of the weights
     cached: int = 0  # tokens of the prompts that another request had read
 
@@ -71,7 +71,7 @@ def whole(texts: Texts, asked: Completion, head: Json, found: Answer) -> Json:
             if not asked.chat:
                 row["prompt_token_ids"] = prompt
         if found.scores is not None:
-            row["prompt_logprobs"] = format_scores(texts, prompt, found.scores[index // asked.n])
+            row["prompt_logprobs"] = format_scores(texts, found.scores[index // asked.n])
         rows.append(row)
     sums = usage(asked, sum(len(choice.ids) for choice in found.choices), found.cached)
     answer = {**head, "object": object_of(asked, False), "choices": rows, "usage": sums}
@@ -248,11 +248,11 @@ def format_logprobs(texts: Texts, choice: Choice, start: int, offset: int, chat:
     return {"tokens": tokens, "token_logprobs": values, "top_logprobs": None, "text_offset": offsets}
 
 
-def format_scores(texts: Texts, prompt: list[int], values: list[float]) -> list[Json | None]:
-    """Log-probabilities of a prompt's tokens, in vLLM's form: by id, none of the first."""
+def format_scores(texts: Texts, scores: list[dict[int, float]]) -> list[Json | None]:
+    """Log-probabilities at a prompt's tokens, in vLLM's form: by id, none of the first."""
     return [None] + [
-        {str(index): {"logprob": max(value, LEAST), "decoded_token": texts.of_token(index)}}
-        for index, value in zip(prompt[1:], values)
+        {str(index): {"logprob": max(one, LEAST), "decoded_token": texts.of_token(index)} for index, one in at.items()}
+        for at in scores
     ]
 
 

@@ -14,6 +14,8 @@ from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
+from lightrlhf.serving.commands import MOST_TOP
+
 MOST_ROWS = 16_384  # prompts x n of one request
 MOST_TOKENS = 2**26  # rows x max_tokens, for which memory is taken at once
 HOTTEST = 1_000_000  # temperature
@@ -113,7 +115,9 @@ class TextBody(Sampling):
 
     prompt: Any = None
     logprobs: Literal[0] | None = Field(None, description="0 (for the sampled tokens; no others are served), or null")
-    prompt_logprobs: Literal[0] | None = Field(None, description="0 (for the prompt's own tokens), or null")
+    prompt_logprobs: int | None = Field(
+        None, ge=0, le=MOST_TOP, description=f"a whole number up to {MOST_TOP}, or null"
+    )
 
 
 class ChatBody(Sampling):

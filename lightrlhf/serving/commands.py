@@ -22,6 +22,7 @@ from lightrlhf.cli.errors import RunFailure, UsageError
 from lightrlhf.models.lora import ADAPTER_CONFIG
 from lightrlhf.models.saving import standalone_copy
 
+MOST_TOP = 128  # likeliest tokens, of each place of a prompt, that a request may ask for
 MODULE = "vllm.entrypoints.openai.api_server"
 ENDS = (signal.SIGINT, signal.SIGTERM)
 VARIABLES = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
@@ -46,7 +47,8 @@ class Launch(NamedTuple):
         words = [self.python, "-m", MODULE, "--model", model or self.model]
         words += ["--served-model-name", self.served_name, "--host", self.host, "--port", str(self.port)]
         words += ["--dtype", self.dtype]
-        words += ["--logprobs-mode", "processed_logprobs", "--max-logprobs", "1", "--generation-config", "vllm"]
+        words += ["--logprobs-mode", "processed_logprobs", "--max-logprobs", str(MOST_TOP)]
+        words += ["--generation-config", "vllm"]
         if self.enable_lora:
             words += ["--enable-lora", "--max-lora-rank", str(self.max_lora_rank)]
         if self.trust_remote_code:

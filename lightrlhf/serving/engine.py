@@ -23,7 +23,7 @@ from lightrlhf.cli.errors import NotFinite, UsageError, first_line
 from lightrlhf.data.batch import response_batch
 from lightrlhf.data.types import Tokenizer
 from lightrlhf.generation.engine import Completions, generate_turns
-from lightrlhf.generation.rollout import score_logprobs
+from lightrlhf.generation.rollout import score_logprobs, score_top
 from lightrlhf.generation.scheduler import Scheduler
 from lightrlhf.generation.slots import SPARE_COLUMNS
 from lightrlhf.generation.tickets import Ask, Failed, Job, Token
@@ -96,7 +96,7 @@ class Engine:
                 for token in tokens:
                     rows[token.index].add(token)
         scores = None
-        if request.prompt_logprobs:
+        if request.prompt_logprobs is not None:
             scores = await self.run(self._scores(request))
         return Answer([row.choice() for row in rows], scores, version, cached)
 
@@ -192,13 +192,18 @@ class Engine:
         rows = min(self.num_slots, len(request.rows))
         return rows * columns * config.num_hidden_layers * heads * size * 2 * self.dtype.itemsize
 
-    def _scores(self, request: Completion) -> Generator[None, None, list[list[float]]]:
-        """Log-probabilities of the prompts' tokens after the first, at temperature 1; a job of one turn."""
-        policy, prompts = self._policy(request.model), request.prompts
+    def _scores(self, request: Completion) -> Generator[None, None, list[list[dict[int, float]]]]:
+        """Log-probabilities of the prompts' tokens after the first, and of the likeliest ones; a job of one turn."""
+        policy, prompts, count = self._policy(request.model), request.prompts, request.prompt_logprobs
         batch = response_batch([ids[:1] for ids in prompts], [ids[1:] for ids in prompts], 0)
         with self._autocast():
-            logprobs = score_logprobs(policy, batch, 1.0, self.num_slots)  # (B, T-1)
-        return [row[: len(ids) - 1].tolist() for row, ids in zip(logprobs, prompts)]
+            own = score_logprobs(policy, batch, 1.0, self.num_slots)  # (B, T-1)
+            top = score_top(policy, batch, count, self.num_slots) if count else (torch.zeros(*own.shape, 0),) * 2
+        rows = zip(prompts, own.tolist(), top[0].tolist(), top[1].tolist())
+        return [
+            [{**dict(zip(*likely)), token: value} for token, value, *likely in zip(ids[1:], *columns)]
+            for ids, *columns in rows
+        ]
         yield
 
     def _policy(self, name: str) -> Policy:

@@ -67,7 +67,7 @@ class Completion:
     ignore_eos: bool
     allowed: list[int] | None  # the only tokens that may be sampled
     logprobs: bool
-    prompt_logprobs: bool
+    prompt_logprobs: int | None  # how many of the most likely tokens besides each token of the prompts
     return_token_ids: bool
     skip_special_tokens: bool
     include_stop: bool
@@ -122,8 +122,8 @@ def read_completion(body: dict[str, Any], served: Served, chat: bool) -> Complet
         )
     for name in ("stop_token_ids", "allowed_token_ids"):
         check_ids(getattr(values, name) or [], name, served.vocabulary)
-    scores = not chat and values.prompt_logprobs is not None
-    if values.stream and scores:
+    scores = None if chat else values.prompt_logprobs
+    if values.stream and scores is not None:
         raise Refusal("prompt_logprobs are not streamed; leave out stream")
     if wanted is not None and values.noise is not None:
         raise Refusal("a call that must come is sampled again with other noise; leave out noise or tool_choice")

@@ -163,6 +163,18 @@ def test_log_probabilities_of_the_prompts_tokens(client, policy):
         assert [row[str(index)]["logprob"] for row, index in rows] == pytest.approx(expected, abs=1e-4)
 
 
+def test_the_likeliest_tokens_of_a_prompts_places(client, policy):
+    prompts, count = [*PROMPTS, [5]], 3
+    answer = ask(client, {"prompt": prompts, "max_tokens": 1, "prompt_logprobs": count})
+    for choice, prompt in zip(answer["choices"], prompts, strict=True):
+        logprobs = policy.model(torch.tensor([prompt]), use_cache=False).logits[0].log_softmax(-1)
+        for place, row in enumerate(choice["prompt_logprobs"][1:]):
+            wanted = {*logprobs[place].topk(count).indices.tolist(), prompt[place + 1]}
+            assert {int(index) for index in row} == wanted
+            for index, one in row.items():
+                assert one["logprob"] == pytest.approx(float(logprobs[place, int(index)]), abs=1e-4)
+
+
 def test_a_probability_of_0_by_rounding_is_a_number_of_json(client):
     body = {"prompt": PROMPTS[0], "max_tokens": 20, "n": 4, "seed": 1, "ignore_eos": True, "logprobs": 0}
     body |= {"temperature": 0.0005, "repetition_penalty": 10.0}  # which is not in the log-probabilities
@@ -307,7 +319,7 @@ REFUSED = [
     ({"stream": "yes"}, "stream must be true or false"),
     ({"frequency_penalty": 0.5}, "frequency_penalty is not served"),
     ({"echo": True}, "echo is not served"),
-    ({"prompt_logprobs": 1}, "prompt_logprobs must be 0"),
+    ({"prompt_logprobs": 129}, "prompt_logprobs must be a whole number up to 128"),
     ({"prompt_logprobs": 0, "stream": True}, "prompt_logprobs are not streamed"),
     ({"temprature": 0.5}, "unknown field 'temprature'"),
 ]

@@ -167,7 +167,7 @@ def test_vllm_is_started_with_what_training_needs(engines, folder, tmp_path):
     assert line == shown
     words, variables, _ = json.loads((tmp_path / "record.json").read_text())
     given = ["--model", str(folder), "--served-model-name", "tiny", "--host", "127.0.0.1", "--port", "8123"]
-    given += ["--dtype", "bfloat16", "--logprobs-mode", "processed_logprobs", "--max-logprobs", "1"]
+    given += ["--dtype", "bfloat16", "--logprobs-mode", "processed_logprobs", "--max-logprobs", "128"]
     given += ["--generation-config", "vllm", "--enable-lora", "--max-lora-rank", "16", "--max-model-len", "128"]
     assert words == given
     assert shown.endswith(f"{engines} -m vllm.entrypoints.openai.api_server {shlex.join(given)}\n")
