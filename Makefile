@@ -117,7 +117,7 @@ $(LLAMA)/.installed: tests/real_llama/setup.sh
 	tests/real_llama/setup.sh $(LLAMA) $(PYTHON)
 	touch $@
 
-# Other evaluation harnesses on the files written for them, each in an environment of its own in one folder (5.5 GB);
+# Other harnesses on the files written for them or a server, each in an environment of its own in one folder (6.1 GB);
 # LIGHTRLHF_HARNESSES names another folder.
 HARNESSES := .venv-harnesses
 ifdef LIGHTRLHF_HARNESSES

@@ -151,12 +151,17 @@ class ServerClient:
         self.name = f"{flag} {self.url}"
 
     async def ask(
-        self, path: str, body: Any = None, deadline: float = SHORT_DEADLINE, longest: int = LONGEST_REPLY
+        self,
+        path: str,
+        body: Any = None,
+        deadline: float = SHORT_DEADLINE,
+        longest: int = LONGEST_REPLY,
+        method: str | None = None,
     ) -> Any:
         """The JSON answer to a POST of `body`, or without one to a GET; the text of a reply of another type.
 
-        path: after `root`; deadline: seconds; longest: bytes of the reply. Raises, besides: UsageError for a body that
-        is not valid Unicode or JSON.
+        path: after `root`; deadline: seconds; longest: bytes of the reply; method: another than these two.
+        Raises, besides: UsageError for a body that is not valid Unicode or JSON.
         """
         content, headers, digest = None, {}, ""
         if body is not None:
@@ -167,7 +172,7 @@ class ServerClient:
             digest = hashlib.sha256(content).hexdigest()[:16]
             request_id = f"lightrlhf-{digest}-{secrets.token_hex(4)}"
             headers = {"Content-Type": "application/json", "X-Request-Id": request_id}
-        method = "GET" if body is None else "POST"
+        method = method or ("GET" if body is None else "POST")
         response = await self.http.send(method, self.root + path, deadline, longest, content=content, headers=headers)
         self._check_status(path.partition("?")[0], response)
         try:

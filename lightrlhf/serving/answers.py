@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import secrets
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
@@ -36,6 +38,12 @@ class Answer(NamedTuple):
     scores: list[list[dict[int, float]]] | None  # by id, at each token of a prompt after its first
     version: str  # of the weights
     cached: int = 0  # tokens of the prompts that another request had read
+
+
+def head_of(asked: Completion) -> Json:
+    """What all parts of an answer have in common."""
+    identifier = f"{'chatcmpl' if asked.chat else 'cmpl'}-{secrets.token_hex(16)}"
+    return {"id": identifier, "created": int(time.time()), "model": asked.model}
 
 
 def object_of(asked: Completion, streamed: bool) -> str:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import secrets
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -31,7 +30,18 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 import lightrlhf
 from lightrlhf.cli.errors import first_line
 from lightrlhf.generation.response_texts import Texts
-from lightrlhf.serving.answers import TRIES, Answer, Json, Streamed, all_events, error, event, lacks_call, whole
+from lightrlhf.serving.answers import (
+    TRIES,
+    Answer,
+    Json,
+    Streamed,
+    all_events,
+    error,
+    event,
+    head_of,
+    lacks_call,
+    whole,
+)
 from lightrlhf.serving.bodies import AdapterFolder, AdapterName, NewVersion, Refusal, WeightsFolder, read, read_json
 from lightrlhf.serving.engine import Engine
 from lightrlhf.serving.requests import Completion, further_noise, read_completion
@@ -74,9 +84,13 @@ class App:
             Route("/wake_up", self.nothing, methods=["POST"]),
             Route("/is_sleeping", self.is_sleeping),
         ]
+        from lightrlhf.serving.session_routes import SessionRoutes  # which needs this module
+
+        self.sessions = SessionRoutes(self)
+        self.routes = [*routes, *self.sessions.routes]
         handlers: Any = {Refusal: on_refusal, HTTPException: not_served, ClientDisconnect: gone, Exception: on_failure}
-        app = Starlette(routes=routes, exception_handlers=handlers)
-        self.asgi: ASGIApp = KeyCheck(app, key)
+        app = Starlette(routes=self.routes, exception_handlers=handlers)
+        self.asgi: ASGIApp = KeyCheck(app, key, self.sessions.opens)
 
     @cached_property
     def texts(self) -> Texts:
@@ -87,11 +101,10 @@ class App:
     async def completions(self, request: Request, chat: bool) -> Response:
         """Completions of prompts, or of messages."""
         content = await read_content(request)
-        self._check_queue()
+        self.check_queue()
         reader = self.readers[len(content) > LONG_BODY]
         asked = await in_thread(reader, lambda: read_completion(read_json(content), self.engine.limits(), chat))
-        identifier = f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(16)}"
-        head = {"id": identifier, "created": int(time.time()), "model": asked.model}
+        head = head_of(asked)
         if asked.stream and asked.wanted is None:
             return StreamingResponse(self._events(asked, head), media_type="text/event-stream")
         answer = await unless_gone(request, self._complete(asked))
@@ -101,7 +114,7 @@ class App:
 
     async def _complete(self, asked: Completion) -> Answer:
         """All choices; those that lack the call that is wanted are sampled again, up to `TRIES` times in all."""
-        async with self._entered():
+        async with self.entered():
             answer = await self.engine.complete(asked)
             for number in range(1, TRIES if asked.wanted is not None else 1):
                 lacking = [i for i, choice in enumerate(answer.choices) if lacks_call(self.texts, asked, choice)]
@@ -117,7 +130,7 @@ class App:
         """Server-sent events: what each token adds, [DONE] at the end, or an error."""
         streamed = Streamed(self.texts, asked, head)
         try:
-            async with self._entered(), aclosing(self.engine.stream(asked)) as parts:
+            async with self.entered(), aclosing(self.engine.stream(asked)) as parts:
                 async for index, choice, about in parts:
                     for row in streamed.rows(index, choice, about):
                         yield event(row)
@@ -127,7 +140,7 @@ class App:
         except Refusal as problem:
             yield event(error(str(problem), problem.status, problem.param))
 
-    def _check_queue(self) -> None:
+    def check_queue(self) -> None:
         """Raises: Refusal with a time when too many requests wait."""
         waiting = self.engine.scheduler.num_waiting() + self.num_held
         if waiting >= MOST_WAITING:
@@ -135,7 +148,7 @@ class App:
             raise Refusal(f"{waiting} requests wait already; try again in {seconds} s", 429, seconds)
 
     @asynccontextmanager
-    async def _entered(self) -> AsyncIterator[None]:
+    async def entered(self) -> AsyncIterator[None]:
         """Context manager: a request that runs, after a pause has ended. Raises: Refusal for what the engine raises."""
         self.num_held += 1
         try:
@@ -190,6 +203,7 @@ class App:
             raise Refusal("method must be reload_weights; no other is served")
         given = body.get("kwargs")
         folder = read(WeightsFolder, given if isinstance(given, dict) else {}).weights_path
+        await self.sessions.released()
         await self._change(partial(self.engine.reload, folder))
         return JSONResponse({"results": [None]})
 
@@ -257,16 +271,17 @@ class App:
 
 
 class KeyCheck:
-    """ASGI middleware that asks for the key on all routes but /health."""
+    """ASGI middleware that asks for the key on all routes but /health; opens: whether another key opens a path."""
 
-    def __init__(self, app: ASGIApp, key: str) -> None:
-        self.app, self.expected = app, f"Bearer {key}".encode()
+    def __init__(self, app: ASGIApp, key: str, opens: Callable[[str, bytes], bool]) -> None:
+        self.app, self.expected, self.opens = app, f"Bearer {key}".encode(), opens
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request, or refuse it."""
         if scope["type"] == "http" and scope["path"] != "/health":
             given = [value for name, value in scope["headers"] if name == b"authorization"]
-            if len(given) != 1 or not hmac.compare_digest(given[0], self.expected):
+            is_own = len(given) == 1 and hmac.compare_digest(given[0], self.expected)
+            if not is_own and not (len(given) == 1 and self.opens(scope["path"], given[0])):
                 refusal = JSONResponse(
                     error("the key is missing or wrong; send it as: Authorization: Bearer KEY", 401), 401
                 )

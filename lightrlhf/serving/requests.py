@@ -97,8 +97,8 @@ def check_room(longest: int, max_tokens: int, positions: int) -> None:
         )
 
 
-def read_completion(body: dict[str, Any], served: Served, chat: bool) -> Completion:
-    """The request of a body. Raises: Refusal with one line on what is wrong."""
+def read_completion(body: dict[str, Any], served: Served, chat: bool, ids: list[int] | None = None) -> Completion:
+    """The request of a body; ids: of its messages, where they are known. Raises: Refusal in one line."""
     values: Any = read_body(ChatBody if chat else TextBody, body)
     model = values.model or served.models[0]
     if model not in served.models:
@@ -107,7 +107,7 @@ def read_completion(body: dict[str, Any], served: Served, chat: bool) -> Complet
     if chat:
         messages, tools = read_conversation(body)
         wanted = read_choice(values.tool_choice, tools)
-        prompts = [encode_messages(messages, served, tools)]
+        prompts = [ids or encode_messages(messages, served, tools)]
     else:
         prompts = read_prompts(values.prompt, served)
     n, longest = values.n, max(map(len, prompts))

@@ -15,9 +15,10 @@ from lightrlhf.cli.errors import UsageError
 from lightrlhf.data.rendering import TOOLS, called, said
 from lightrlhf.data.tokens import decode, encode_prompt, encode_response
 from lightrlhf.data.turn_ends import answer_end, turn_end
+from lightrlhf.generation.conversations import Conversation, Plan, Row
 from lightrlhf.serving import sessions
-from lightrlhf.serving.requests import Refusal
-from lightrlhf.serving.sessions import Conversation, Plan, Row, Sessions, Settings
+from lightrlhf.serving.bodies import Refusal
+from lightrlhf.serving.sessions import Session, Sessions, Settings
 
 Messages = list[dict[str, Any]]
 QUESTION, NEXT = said("user", "Hello there"), said("user", "And now?")
@@ -347,7 +348,7 @@ def test_what_changes_the_distribution_is_refused_by_name(field, value):
 def test_neutral_values_are_taken_and_settings_filled_in():
     body = {"model": "any", "temperature": 0.5, "top_p": 1, "top_k": -1, "frequency_penalty": 0.0, "seed": None, "n": 1}
     checked = Settings(temperature=0.5, max_tokens=7).checked(body)
-    assert checked["temperature"] == 0.5 and checked["max_tokens"] == 7 and "model" not in checked
+    assert checked["temperature"] == 0.5 and "model" not in checked
     assert Settings(max_tokens=7).checked({"max_completion_tokens": 3}) == {
         "max_completion_tokens": 3,
         "temperature": 1.0,
@@ -400,3 +401,36 @@ def test_sessions_without_a_request_end_and_too_many_are_refused(monkeypatch):
     now[0] = sessions.LONGEST_IDLE + 50
     third = open_ones.begin(Settings())
     assert {*open_ones.open} == {second.id, third.id} and first.ended.is_set()
+
+
+def test_a_session_whose_requests_take_too_much_memory_is_refused_further_ones(monkeypatch):
+    monkeypatch.setattr(sessions, "LARGEST_RECORD", 100_000)
+    session, asked = Session(ZOO["chatml"].tokenizer, Settings()), said("user", "w " * 400)
+    with pytest.raises(Refusal, match="100000 bytes"):
+        for _ in range(100):
+            session.check_size()
+            sample(session.conversation, [asked], [5, 6], None)
+    assert 1 < len(session.conversation.turns) < 20
+
+
+def test_equal_rows_are_told_apart():
+    conversation = Conversation(ZOO["chatml"].tokenizer)
+    for _ in range(2):
+        sample(conversation, [QUESTION], [5, 6], said("assistant", "hi"))
+    trace = conversation.trace()
+    assert [turn["row"] for turn in trace["turns"]] == [0, 1] and [sum(row["mask"]) for row in trace["rows"]] == [2, 2]
+
+
+def test_equal_messages_are_kept_once():
+    conversation, messages = Conversation(ZOO["chatml"].tokenizer), [QUESTION]
+    for _ in range(3):
+        sample(conversation, json.loads(json.dumps(messages)), [5, 6], said("assistant", "hi"))
+        messages = [*messages, said("assistant", "hi"), NEXT]
+    kept = [message for turn in conversation.turns for message in turn.request["messages"]]
+    assert len(kept) == 1 + 3 + 5 and len({*map(id, kept)}) == 3
+
+
+def test_a_forced_call_is_served_as_a_free_one_where_the_session_is_trained():
+    body = {"messages": [QUESTION], "tool_choice": "required"}
+    assert Settings().checked(body)["tool_choice"] == "auto" and body["tool_choice"] == "required"
+    assert Settings(train=False).checked(body)["tool_choice"] == "required"

@@ -1,0 +1,81 @@
+"""Sessions of `lightrlhf.serve` from a trainer's side: open one, give its address to a program, read its trace.
+
+A program gets the address and the key of its session, which open its chat alone; the trainer's key stays here.
+
+Left out: other servers' ways to return token ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any, NamedTuple
+
+from lightrlhf.generation.server_client import InvalidResponse, ServerClient
+
+LONGEST_TRACE = 2**30  # bytes
+
+
+class SessionTurn(NamedTuple):
+    """A sampled turn: [start, end) of its row's ids, the weights' version, and why it stopped."""
+
+    row: int
+    start: int
+    end: int
+    version: str
+    stop_reason: str
+    request: dict[str, Any]
+    reply: dict[str, Any]
+
+
+class SessionRow(NamedTuple):
+    """Ids as they were read and sampled; `mask` is 1 and `logprobs` count where they were sampled in this row."""
+
+    ids: list[int]
+    mask: list[int]
+    logprobs: list[float]
+    began: str
+
+
+class Trace(NamedTuple):
+    """All of a session."""
+
+    rows: list[SessionRow]
+    turns: list[SessionTurn]
+    counts: dict[str, int]
+
+
+class ServedSession(NamedTuple):
+    """An open session: `base_url` and `key` are for a program's OpenAI client."""
+
+    client: ServerClient
+    id: str
+    key: str
+    base_url: str
+
+    async def trace(self) -> Trace:
+        """The session so far. Raises: InvalidResponse when it is not a trace."""
+        answer = await self.client.ask(f"/sessions/{self.id}/trace", longest=LONGEST_TRACE)
+        try:
+            rows = [SessionRow(*(row[name] for name in SessionRow._fields)) for row in answer["rows"]]
+            turns = [SessionTurn(*(turn[name] for name in SessionTurn._fields)) for turn in answer["turns"]]
+            trace = Trace(rows, turns, dict(answer["counts"]))
+            is_sound = all(len(row.ids) == len(row.mask) == len(row.logprobs) for row in rows) and all(
+                0 <= turn.start < turn.end <= len(rows[turn.row].ids) for turn in turns
+            )
+        except (TypeError, KeyError, IndexError):
+            is_sound = False
+        if not is_sound:
+            raise InvalidResponse(f"{self.client.name} sent a trace of another form; use the same version there")
+        return trace
+
+
+@asynccontextmanager
+async def session_of(client: ServerClient, **settings: Any) -> AsyncIterator[ServedSession]:
+    """Context manager: a session, which ends with the block; settings: of `POST /sessions`. Raises: see `ask`."""
+    answer = await client.ask("/sessions", settings)
+    session = ServedSession(client, answer["id"], answer["key"], client.root + answer["base_url"])
+    try:
+        yield session
+    finally:
+        await client.ask(f"/sessions/{session.id}", method="DELETE")
