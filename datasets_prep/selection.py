@@ -71,7 +71,7 @@ class Selection:
         groups, belongs = np.array(index["group"]), np.zeros(len(index), dtype=np.uint8)
         for number, split in enumerate(SPLITS):
             if split != "train":  # test wins over validation, both over train
-                belongs[np.isin(groups, groups[kept & (splits == number)])] = number
+                belongs[are_among(groups, np.unique(groups[kept & (splits == number)]))] = number
         for number, split in enumerate(SPLITS):
             crossing = np.flatnonzero(kept & (belongs == number) & (splits != number))
             self._drop(f"prompt_also_in_{split}", crossing)
@@ -103,6 +103,13 @@ class Selection:
     def of_stage(self, stage: str) -> np.ndarray:
         """Numbers of the examples of a stage, of all splits."""
         return np.concatenate(list(self.splits[stage].values()))
+
+
+def are_among(values: np.ndarray, few: np.ndarray) -> np.ndarray:
+    """(N,) bool: `np.isin` of a few sorted values, in 16 bytes a value instead of 49."""
+    if not len(few):
+        return np.zeros(len(values), dtype=bool)
+    return few[np.minimum(np.searchsorted(few, values), len(few) - 1)] == values
 
 
 def _order(count: int, seed: str | None) -> np.ndarray:

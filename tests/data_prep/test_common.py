@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -24,6 +25,7 @@ from datasets_prep.common import PrepareArgs, prepare
 from datasets_prep.encoding import Encoder
 from datasets_prep.generic import prepare_data as generic
 from datasets_prep.helpful_harmless import prepare_data as helpful_harmless
+from datasets_prep.selection import are_among
 from datasets_prep.splits import Placement, shares_of
 from lightrlhf.cli.errors import RunFailure, UsageError
 from lightrlhf.cli.parser import parse
@@ -133,6 +135,12 @@ def test_given_splits_are_kept_and_win_over_train():
     assert [row.reason for row in dropped] == ["prompt_also_in_test"] * 5
     texts = prompts_by_split(examples, "prompts")
     assert not texts["test"] & (texts["train"] | texts["validation"])
+
+
+def test_values_are_looked_up_among_few():
+    values = np.random.default_rng(0).integers(0, 2**63, 1000, dtype=np.uint64)
+    for few in (values[:0], np.unique(values[::9]), np.unique(np.append(values[::9], values.max() + np.uint64(1)))):
+        assert (are_among(values, few) == np.isin(values, few)).all()
 
 
 def test_a_row_may_name_its_stage():
