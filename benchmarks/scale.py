@@ -46,6 +46,7 @@ from lightrlhf.storage.writing import write_text
 PARTS = ("prepare", "start", "ranks", "order", "trl")
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "datasets_prep" / "cafe" / "base"
+EVERY = 0.1  # seconds between looks at the memory
 MOST_LISTED = 100_000  # rows of the list of dicts
 STEPS = 20  # of the runs whose weights are compared
 TRAIN = {"max_steps": 2, "log_interval": 1, "eval_interval": 0, "save_interval": 10**9, "mini_batch_size": 8}
@@ -275,15 +276,17 @@ def observe(command: Sequence[str], happens: Any = None) -> dict[str, float]:
     before, began, started = os.times(), time.time(), time.perf_counter()
     settings = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
     environment = {**os.environ, **settings}
-    peak, happened, by_process = 0, 0.0, dict[int, int]()
+    peak, happened, looked, by_process = 0, 0.0, 0.0, dict[int, int]()
     with tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, cwd=ROOT, env=environment)
         while process.poll() is None:
             if happens and not happened and happens():
                 happened = time.perf_counter() - started
-            now = {pid: anonymous(pid) for pid in family(process.pid)}
-            peak = max(peak, sum(share for _, share in now.values()))
-            by_process |= {pid: max(size, by_process.get(pid, 0)) for pid, (size, _) in now.items()}
+            if time.perf_counter() >= looked + EVERY:  # which costs the processor up to 20 ms
+                now = {pid: anonymous(pid) for pid in family(process.pid)}
+                peak = max(peak, sum(share for _, share in now.values()))
+                by_process |= {pid: max(size, by_process.get(pid, 0)) for pid, (size, _) in now.items()}
+                looked = time.perf_counter()
             time.sleep(0.02)
         output.seek(0)
         text = output.read()[-4000:]
