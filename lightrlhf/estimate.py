@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightrlhf import cpu
 from lightrlhf.cli.errors import UsageError, first_line, one_line_errors
-from lightrlhf.cli.fields import at_least, check_args, positive
+from lightrlhf.cli.fields import at_least, check_args, flag, positive
 from lightrlhf.cli.groups import ModelArgs, SamplingArgs
 from lightrlhf.cli.parser import parse
 from lightrlhf.data.batch import inference_batch_size
@@ -39,7 +39,7 @@ from lightrlhf.generation import graphs
 from lightrlhf.generation.engine import no_gradients
 from lightrlhf.generation.slots import Slots
 from lightrlhf.maths.head import head_logprobs, logit_rows
-from lightrlhf.models import forward, frozen, loading, lora, names, quantisation
+from lightrlhf.models import forward, frozen, loading, lora, names, offload, quantisation
 from lightrlhf.storage.results import print_table
 from lightrlhf.training.memory import FLOAT, GIB, MOMENTS, QUANTISED
 
@@ -56,6 +56,10 @@ class EstimateArgs(ModelArgs):
     """Program of the run; `ppo` and `grpo` include a reward model as large as the policy, `grpo` has no KL."""
     share_backbone: bool = True
     """PPO or GRPO with `finetune_mode` lora: share the base weights among all roles."""
+    base_dtype: Literal["float32", "bfloat16"] = flag("float32", needs={})
+    """Dtype of frozen weights in memory: under adapters, of reference and reward model."""
+    offload: bool = False
+    """PPO, GRPO: models that are not trained lie in the host's memory while they are not used."""
     optimizer: Literal["AdamW", "Adam", "AdamW8bit", "PagedAdamW32bit"] = "AdamW"
     """Optimiser of the run."""
     precision: Literal["32-true", "bf16-mixed", "16-mixed"] = "32-true"
@@ -80,6 +84,14 @@ class EstimateArgs(ModelArgs):
             raise ValueError(
                 "--model_name is required: a hub name, a folder, an experiment dir, or a size such as 1.5B"
             )
+        rounds = self.base_dtype == "bfloat16" and self.finetune_mode != "lora"
+        if not self.samples and (self.offload or rounds):
+            given = "--offload True" if self.offload else "--base_dtype bfloat16"
+            raise ValueError(
+                f"{given} with --finetune_mode {self.finetune_mode}: {self.algorithm} has no frozen model; leave it out"
+            )
+        if self.offload and self.accelerator == "cpu":
+            raise ValueError(offload.REFUSAL)
 
     @property
     def samples(self) -> bool:
@@ -165,7 +177,7 @@ def build(args: EstimateArgs, config: Any) -> tuple[PreTrainedModel, int | None]
     bits = bits_of(args, config)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config).float()
-        if args.base_dtype == "bfloat16":
+        if args.holds_base:
             frozen.hold(model)
         for name in lora.linear_layers(model) if bits else ():
             layer: Any = model.get_submodule(name)
@@ -192,13 +204,14 @@ class Sizes(NamedTuple):
 
     weights: float
     learning: int
+    on_host: tuple[float, ...] = ()  # bytes of models that are on the device for their own passes alone
 
 
 def sizes_of(args: EstimateArgs, model: PreTrainedModel, bits: int | None) -> Sizes:
     """Weights of all roles, trained and frozen, that a run has on its device, and the number of trained parameters.
 
     A critic or reward model is the policy's body with a scalar head. A reference copies what is trained and shares the
-    rest. A reward model on another base is float32.
+    rest. A reward model on another base, and a copy of all weights, are held in `--base_dtype`.
     """
     width = model.config.get_text_config().hidden_size
     body = {id(p): p for p in model.base_model.parameters()}.values()
@@ -209,16 +222,30 @@ def sizes_of(args: EstimateArgs, model: PreTrainedModel, bits: int | None) -> Si
     if args.algorithm == "rm":
         return Sizes(scalar, scalar_trained)
     weights, learning = policy, policy_trained
+    whole, reward_model = frozen_bytes(args, model)
+    reference = whole if args.finetune_mode == "all" else FLOAT * policy_trained
     if args.algorithm == "ppo":
-        weights, learning = weights + FLOAT * policy_trained, learning + scalar_trained  # with the reference
+        weights, learning = weights + reference, learning + scalar_trained
     if not args.samples:
         return Sizes(weights, learning)
-    adapters = FLOAT * count_trainable(body) if args.finetune_mode == "lora" else 0
     if args.finetune_mode == "lora" and args.share_backbone:
+        adapters = FLOAT * count_trainable(body)
         others = [adapters + FLOAT * width] * (2 if args.algorithm == "ppo" else 1)  # of the critic, a reward model
         return Sizes(policy + sum(others), learning)
-    reward_model = FLOAT * (sum(p.numel() for p in body) + width) - adapters  # merged
-    return Sizes(weights + reward_model + (scalar if args.algorithm == "ppo" else 0), learning)
+    on_host = (reward_model, reference) if args.algorithm == "ppo" and args.finetune_mode == "all" else (reward_model,)
+    weights += reward_model + (scalar if args.algorithm == "ppo" else 0)
+    return Sizes(weights, learning, on_host if args.offload else ())
+
+
+def frozen_bytes(args: EstimateArgs, model: PreTrainedModel) -> tuple[float, float]:
+    """Bytes of the policy's architecture as a frozen model is held: a language model, and a reward model."""
+    with torch.device("meta"):
+        whole: Any = type(model)(model.config).float()
+        if args.base_dtype == "bfloat16":
+            frozen.hold(whole)
+    width = model.config.get_text_config().hidden_size
+    sizes = (sum(p.nbytes for p in part.parameters()) for part in (whole, whole.base_model))
+    return next(sizes), next(sizes) + FLOAT * width
 
 
 def count_trainable(parameters: Iterable[nn.Parameter]) -> int:
@@ -271,7 +298,7 @@ def estimate(args: EstimateArgs, config: Any = None) -> dict[str, float]:
 
     config = config or config_of(args)
     model, bits = build(args, config)
-    weights, learning = sizes_of(args, model, bits)
+    weights, learning, on_host = sizes_of(args, model, bits)
     fake = FakeTensorMode(allow_non_fake_inputs=True)  # active only where tensors are made: masks are looked at
     try:
         with fake:
@@ -279,7 +306,10 @@ def estimate(args: EstimateArgs, config: Any = None) -> dict[str, float]:
         with Meter() as meter:
             for value in (*model.parameters(), *model.buffers()):
                 meter.note(value)
-            rollout = max(meter.peak(task, args, model, fake) for task in (sample, score)) if args.samples else 0
+            rollout = 0.0
+            if args.samples:  # the largest model that waits on the host comes for its passes
+                passes = meter.peak(score, args, model, fake) + max(on_host, default=0.0)
+                rollout = max(meter.peak(sample, args, model, fake), passes)
             for parameter in model.parameters():
                 if parameter.requires_grad:
                     parameter.grad = torch.empty_like(parameter)  # of earlier micro-batches
@@ -292,13 +322,13 @@ def estimate(args: EstimateArgs, config: Any = None) -> dict[str, float]:
             f"data fails ({type(problem).__name__}: {first_line(problem)[:200]}); take a size such as 1.5B for it"
         ) from None
     parts: dict[str, float] = {
-        "weights": weights,
+        "weights": weights - sum(on_host),
         "gradients": FLOAT * learning,
         "optimizer": MOMENTS[args.optimizer] * learning,
         "activations": activations,
         "rollout": rollout,
     }
-    return parts | {"peak": weights + parts["optimizer"] + max(parts["gradients"] + activations, rollout)}
+    return parts | {"peak": parts["weights"] + parts["optimizer"] + max(parts["gradients"] + activations, rollout)}
 
 
 def pass_inputs(model: PreTrainedModel, rows: int, length: int, fake: Any) -> dict[str, Any]:

@@ -64,7 +64,7 @@ FULL_TUNING_RATE = 5e-6  # with LoRA a learning rate below is too low: 10 times 
 
 @dataclass(frozen=True, kw_only=True)
 class GRPOArgs(
-    flags.TrainArgs,
+    flags.FrozenModelsArgs,
     flags.DataSetsArgs,
     flags.EvalArgs,
     flags.StartArgs,

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from lightrlhf import refuel
 from lightrlhf.cli.errors import UsageError, one_line_errors
 from lightrlhf.cli.fields import at_least
-from lightrlhf.cli.groups import EvalIntervalArgs, RolloutLogArgs, ServerArgs
+from lightrlhf.cli.groups import EvalIntervalArgs, FrozenModelsArgs, RolloutLogArgs, ServerArgs
 from lightrlhf.cli.parser import parse
 from lightrlhf.data.batch import dialogue_pair_batch, mix_seed
 from lightrlhf.data.flat import Rows, chained
@@ -45,7 +45,9 @@ GAP = ("sampling/kl", "sampling/ratio_max")  # between servers and trainer, of t
 
 
 @dataclass(frozen=True, kw_only=True)
-class OnlineRefuelArgs(refuel.RegressionArgs, EvalIntervalArgs, DialogueArgs, ServerArgs, RolloutLogArgs):
+class OnlineRefuelArgs(
+    refuel.RegressionArgs, EvalIntervalArgs, DialogueArgs, ServerArgs, RolloutLogArgs, FrozenModelsArgs
+):
     """Multi-turn RLHF by regression on relative futures, from dialogues rolled out while training."""
 
     experiment_name: str = "rlhf-online-refuel"
@@ -92,7 +94,8 @@ def train(
     run.order.name_rows("dialogues")
     reference = run.freeze(start.policy.reference())
     settings = (args, run.device, args.rollout_mini_batch_size, reward)
-    scorer = loading.load_rewards(*settings, wrap_prompts=args.rm_chat_template, grouped=True).of_groups
+    kinds = {"wrap_prompts": args.rm_chat_template, "grouped": True, "freeze": run.freeze}
+    scorer = loading.load_rewards(*settings, **kinds).of_groups
     num_steps = run.order.num_steps(rows, args.rollout_size)
     num_parts = math.ceil(args.rollout_size / args.mini_batch_size)  # mini-batches of an epoch
     model = run.setup("policy", start.policy, args.learning_rate, num_steps * args.ppo_epochs * num_parts)

@@ -58,7 +58,7 @@ from lightrlhf.training.start import begin, check_prompts
 
 @dataclass(frozen=True, kw_only=True)
 class PPOArgs(
-    flags.TrainArgs,
+    flags.FrozenModelsArgs,
     flags.DataSetsArgs,
     flags.EvalArgs,
     flags.StartArgs,

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from lightrlhf.cli.errors import UsageError, one_line_errors
 from lightrlhf.cli.fields import at_least, between, check_args, flag, positive
-from lightrlhf.cli.groups import EvalArgs, RolloutLogArgs, RolloutServerArgs, StartArgs, TrainArgs
+from lightrlhf.cli.groups import EvalArgs, FrozenModelsArgs, RolloutLogArgs, RolloutServerArgs, StartArgs
 from lightrlhf.cli.lists import pairs
 from lightrlhf.cli.parser import parse
 from lightrlhf.data.batch import Batch, to_device
@@ -54,7 +54,7 @@ MAX_REPLAY_WEIGHT = 2.0  # of a replayed decision
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReflectRLArgs(TrainArgs, EvalArgs, StartArgs, ActingArgs, RolloutServerArgs, RolloutLogArgs):
+class ReflectRLArgs(FrozenModelsArgs, EvalArgs, StartArgs, ActingArgs, RolloutServerArgs, RolloutLogArgs):
     """Online reinforcement learning in a text environment, with or without a reflector."""
 
     experiment_name: str = "reflect-rl"

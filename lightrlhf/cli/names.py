@@ -113,7 +113,7 @@ ANSWERS: dict[str, tuple[str, ...]] = {
     "reward.whiten_rewards": ("--whiten_rewards", "use lightrlhf.online_refuel, which has it"),
     **dict.fromkeys(("num_layers_unfrozen", "task.num_layers_unfrozen"), ("--finetune_mode last_layer",)),
     "noptepochs": ("--ppo_epochs", "use lightrlhf.online_refuel, with --ppo_epochs"),
-    "offload": ("all models stay on the device",),
+    "offload": ("no frozen model is in memory while this program trains",),
     "track": ("--logger wandb",),
     "wandb_project_name": ("--logger wandb and --wandb_project",),
     "run_eval": ("--eval_interval and --eval_dialogues", "--eval_interval"),

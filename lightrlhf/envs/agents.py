@@ -36,6 +36,7 @@ from lightrlhf.generation.served import Request, ServedPolicy
 from lightrlhf.models.forward import inference
 from lightrlhf.models.loading import load_policy
 from lightrlhf.models.names import resolve
+from lightrlhf.models.offload import on_device
 from lightrlhf.models.roles import Policy, policy_inputs
 from lightrlhf.models.tokenizer import end_ids, load_tokenizer
 from lightrlhf.training.run import Run
@@ -171,7 +172,7 @@ class ModelAgent:
     def score(self, run: Run[Any], policy: nn.Module, batch: PlayedBatch) -> Tensor:
         """Log-probabilities of the actions under a policy, dropout off: (B, T-1), on the host as the batch is."""
         logprobs = torch.zeros(batch.logprobs.shape, device=run.device)
-        with inference(policy), run.autocast():
+        with on_device(policy), inference(policy), run.autocast():
             for rows in batch.by_length(run.args.micro_batch_size):
                 part = batch.select(rows)
                 there = to_device(rows, run.device)

@@ -19,6 +19,7 @@ from lightrlhf.generation.engine import Completions, generate
 from lightrlhf.generation.served import ServedPolicy
 from lightrlhf.maths.sampling_gap import gap_size
 from lightrlhf.models.forward import device_of, inference
+from lightrlhf.models.offload import on_device
 from lightrlhf.models.quantisation import compute_dtype, is_quantised
 from lightrlhf.models.roles import Policy, policy_inputs, vocabulary_size
 from lightrlhf.models.sharding import gather_shards
@@ -99,14 +100,14 @@ def score_logprobs(module: nn.Module, batch: Batch, temperature: float, batch_si
 
     Batch and result are on the host, which waits for the device once.
     """
-    device = device_of(module)
-    out = torch.zeros(batch.action_mask.shape, device=device)
-    with inference(module):
+    with on_device(module), inference(module):
+        device = device_of(module)
+        out = torch.zeros(batch.action_mask.shape, device=device)
         for rows in inference_batches(batch.attention_mask.sum(1), batch_size, device):
             part = batch.select(rows)
             logprobs = module(**policy_inputs(part), temperature=temperature).logprobs
             out[to_device(rows, device), : part.action_mask.shape[1]] = logprobs
-    return out.cpu()
+        return out.cpu()
 
 
 def score_top(policy: Policy, batch: Batch, count: int, batch_size: int) -> tuple[Tensor, Tensor]:

@@ -30,6 +30,7 @@ from lightrlhf.generation.rollout import (
     store_sampling,
 )
 from lightrlhf.generation.served import Request, ServedPolicy
+from lightrlhf.models.frozen import is_held
 from lightrlhf.models.sharding import gather_shards
 from lightrlhf.training.run import Run
 from lightrlhf.training.start import Start
@@ -129,12 +130,16 @@ class RolloutSampler:
     def _check_start(self, rollout: Rollout) -> None:
         """Compare the first rollout's log-probabilities with the reference's, or without one with a forward pass.
 
+        Likewise where the reference alone is held in bfloat16, for its log-probabilities may be off by the rounding.
         The pass is without groups, as in the rollout, because another packing rounds differently.
         """
         args, other, name = self.run.args, rollout.ref_logprobs, "the reference's"
-        if self.reference is None:
+        model: Any = getattr(self.model, "module", self.model)
+        reference: Any = self.reference
+        is_rounded = reference is not None and is_held(reference.model) and not is_held(model.model)
+        if self.reference is None or is_rounded:
             batch, name = rollout.extend(Batch, group=None), "a forward pass's"
-            with self.run.autocast(), gather_shards(getattr(self.model, "module", self.model)):
+            with self.run.autocast(), gather_shards(model):
                 other = score_logprobs(self.model, batch, args.temperature, args.rollout_mini_batch_size)  # (B, T-1)
         logprobs = rollout.logprobs
         if rollout.sampling_gap is not None and args.sampling_correction == "none":  # a server's; their gap is checked

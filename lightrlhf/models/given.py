@@ -61,7 +61,7 @@ def as_policy(model: PreTrainedModel | Policy, args: ModelArgs, tokenizer: Token
     if is_quantised(model):
         raise UsageError("policy: the model is quantised; give its folder as --model_name with --load_in_4bit True")
     check_same_ids(tokenizer, model)
-    if args.base_dtype == "bfloat16":  # without a copy in float32, which may not fit beside it
+    if args.holds_base:  # without a copy in float32, which may not fit beside it
         for buffer in model.buffers():
             buffer.data = buffer.data.float() if buffer.is_floating_point() else buffer.data
         frozen.hold(model.requires_grad_(False))
@@ -103,7 +103,7 @@ def critic_from(policy: Policy, args: ModelArgs, seed: int) -> ScalarModel:
             f"policy: its weights lack {list_names(other)} of a {type(model).__name__} by its config, so they cannot "
             "start a critic or reward model; give a model that is whole"
         )
-    if args.base_dtype == "bfloat16":
+    if args.holds_base:
         frozen.hold(model)
     head = scalar_head(model)
     head.weight.data.copy_(new_head(head.in_features, seed))

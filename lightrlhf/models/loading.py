@@ -234,10 +234,10 @@ def load_model(
         if not check_stored_quantisation(base, flag, args, "num_labels" in options):
             options |= quantisation_options(args)
         with torch.random.fork_rng(devices=[]):  # transformers draws a head, which is drawn again from the seed
-            dtype = getattr(torch, args.base_dtype)
+            dtype = frozen.HELD if args.holds_base else torch.float32
             options["trust_remote_code"] = args.trust_remote_code
             model = from_pretrained(auto_class, base, flag, dtype=dtype, **options)
-        if args.base_dtype == "bfloat16":
+        if args.holds_base:
             frozen.restore_buffers(model)
             note_rounding(base, flag)
         if "num_labels" in options and read_saved_config(source).get("compares_pairs"):
@@ -248,11 +248,11 @@ def load_model(
             raise UsageError(
                 f"{flag} {source}: a DoRA adapter needs a base that is not quantised; give unquantised weights"
             )
-        if args.base_dtype != "float32":
+        if args.holds_base:
             raise UsageError(
                 f"{flag} {source}: its weights were saved quantised; remove --base_dtype {args.base_dtype}"
             )
-    elif args.base_dtype == "bfloat16":
+    elif args.holds_base:
         if config is not None and config.use_dora:  # merging it would round the sum
             raise UsageError(f"{flag} {source}: a DoRA adapter is merged in float32; leave --base_dtype out")
         frozen.hold(model)

@@ -71,6 +71,7 @@ class Role(nn.Module):
     packs = False  # the texts of a pass into fewer rows; see `probes.enable_packing`
     is_causal: bool | None = None  # `without_mask`; None until a trial pass
     attends_by_text: bool | None = None  # `varlen`; likewise
+    borrows = False  # frozen weights of another role, though the backbone is not shared
 
     def __init__(
         self,
@@ -176,7 +177,10 @@ class Policy(Role):
             reference = Policy(self.model, self.adapters[: -len(own)], self.base, **known)
             reference.packs = self.packs
             return reference
-        reference = copy.deepcopy(self, {id(p): p for p in self.parameters() if not p.requires_grad})
+        kept = {id(p): p for p in self.parameters() if not p.requires_grad}
+        borrows = bool(kept)
+        reference = copy.deepcopy(self, kept)  # which adds to it
+        reference.borrows = borrows
         if len(own) > 1:
             reference.adapters = self.adapters[: -len(own)]
             for name in own:

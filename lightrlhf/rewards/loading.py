@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from lightrlhf.cli.groups import FrozenArgs
 from lightrlhf.data.scores import FAILURES
 from lightrlhf.models.loading import check_weights, from_pretrained, load_scalar
 from lightrlhf.models.names import holds_reward_model, resolve
+from lightrlhf.models.offload import on_device
 from lightrlhf.models.probes import enable_packing
 from lightrlhf.models.quantisation import is_quantised, keep_unpacked
 from lightrlhf.models.roles import Policy, ScalarModel
@@ -32,6 +33,7 @@ from lightrlhf.training.ranks import LocalRanks, Ranks
 if TYPE_CHECKING:
     from lightrlhf.training.run import Run
 
+Freeze = Callable[[nn.Module], nn.Module]
 STATISTICS = "reward_statistics.json"
 
 
@@ -81,6 +83,7 @@ def make_rewards(
         standardise=args.normalize_rewards,
         keeps_infinite=keeps_infinite,
         ranks=run.ranks,
+        freeze=run.freeze,
     )
     if args.audit_function:
         state = run.resumed["extra"].get("audit") if run.resumed else None
@@ -101,6 +104,7 @@ def load_rewards(
     standardise: bool = True,
     keeps_infinite: bool = False,
     ranks: Ranks | None = None,
+    freeze: Freeze | None = None,
 ) -> Rewards:
     """The rewards of `--rm_experiment_dir`, then of `reward`, one or several functions, or of `--reward_function`.
 
@@ -124,6 +128,7 @@ def load_rewards(
                 single=not grouped,
                 backbone=backbone,
                 standardise=standardise,
+                freeze=freeze,
             )
         )
     for function, path in reward_functions(args.reward_function, reward):
@@ -165,12 +170,14 @@ def load_scorer(
     single: bool = False,
     backbone: Policy | None = None,
     standardise: bool = True,
+    freeze: Freeze | None = None,
 ) -> GroupScorer:
     """The scorer of a reward model or a pair-preference model.
 
     wrap_prompts: whether a text prompt becomes a user message of the model's chat template. single: responses come one
     a prompt, and each is scored whatever its length; a model that compares two is refused. backbone: a policy whose
     shared backbone it may use. standardise: whether to shift and scale by the mean and deviation stored with the model.
+    freeze: of a run, see `Learners.freeze`; None puts the model on the device.
     Raises: UsageError naming `flag` when it cannot be loaded, is not a reward model, or needs code that is not trusted.
     """
     source = resolve(name, flag)
@@ -194,9 +201,10 @@ def load_scorer(
             tokenizer = load_tokenizer(None, source)
         else:
             model, tokenizer = model.model, _plain(source)  # an encoder
-    model = model.requires_grad_(False).eval().to(device)
+    model = freeze(model) if freeze else model.requires_grad_(False).eval().to(device)
     if isinstance(model, ScalarModel):
-        enable_packing(model)
+        with on_device(model):
+            enable_packing(model)
     longest = None if single else getattr(config, "max_position_embeddings", None)
     encoding = Encoding(tokenizer, wrap_prompts, longest)
     if getattr(config, "compares_pairs", False) and not single:

@@ -20,6 +20,7 @@ from lightrlhf.cli.errors import RunFailure
 from lightrlhf.data.batch import Rollout, inference_batches, response_batch, to_device
 from lightrlhf.data.tokens import encode_pair, pair_prompt
 from lightrlhf.models.forward import device_of
+from lightrlhf.models.offload import on_device
 from lightrlhf.models.roles import ScalarModel, last_token
 from lightrlhf.rewards.encoding import Encoding, Sample, samples_of, samples_of_row
 from lightrlhf.rewards.functions import Failure, Response, RewardFunction, as_text, call_function, failure_of
@@ -44,10 +45,11 @@ class ModelScorer:
     def __call__(self, groups: Groups) -> list[list[float | None]]:
         """Standardised scores; None for a text with more tokens than the model has positions."""
         samples = [sample for group in groups for sample in group]
-        if is_encoder(self.model):
-            scores = self._score_texts(samples)
-        else:
-            scores = self._score_ids([self.encoding.prompt_and_response(sample) for sample in samples])
+        with on_device(self.model):
+            if is_encoder(self.model):
+                scores = self._score_texts(samples)
+            else:
+                scores = self._score_ids([self.encoding.prompt_and_response(sample) for sample in samples])
         values = iter(((torch.tensor(scores) - self.mean) / self.std).tolist())
         return [[finite(next(values)) for _ in group] for group in groups]
 
@@ -104,7 +106,8 @@ class PairScorer:
             return score_batch(self.model, batched.input_ids, batched.attention_mask)
 
         lengths = [len(row) for row in rows]
-        logits = in_batches(rows, lengths, self.encoding, device_of(self.model), self.batch_size, score)
+        with on_device(self.model):
+            logits = in_batches(rows, lengths, self.encoding, device_of(self.model), self.batch_size, score)
         first_wins: list[dict[tuple[int, int], float]] = [{} for _ in groups]
         for (g, a, b), logit in zip(places, logits):
             if math.isfinite(logit):

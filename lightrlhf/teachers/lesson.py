@@ -178,8 +178,9 @@ def make_teacher(given: PreTrainedModel | Policy | None, run: Run[Any], student:
         one_each = [load_teacher(None, args, student, tokenizer, name) for name in args.teacher_models.values()]
         if not all(isinstance(one, Policy) for one in one_each):
             raise UsageError(f"{FLAG}: several teachers need the student's tokenizer")
-        return run.freeze(Teachers(one_each))
-    teacher = run.freeze(load_teacher(given, args, student, tokenizer, next(iter(args.teacher_models.values()), None)))
+        return Teachers(one_each).requires_grad_(False).eval().to(run.device)
+    teacher = load_teacher(given, args, student, tokenizer, next(iter(args.teacher_models.values()), None))
+    teacher = teacher.requires_grad_(False).eval().to(run.device)  # no reference, so `--offload` leaves it there
     if isinstance(teacher, AverageTeacher):
         run.checkpoints.others.append(teacher.state)
         if run.resumed:

@@ -14,9 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from lightrlhf.cli.errors import RunFailure, UsageError
-from lightrlhf.cli.groups import TrainArgs
+from lightrlhf.cli.groups import FrozenModelsArgs, TrainArgs
 from lightrlhf.maths.finite import not_finite
-from lightrlhf.models.roles import count_parameters
+from lightrlhf.models import frozen
+from lightrlhf.models.offload import REFUSAL, offload
+from lightrlhf.models.quantisation import is_quantised
+from lightrlhf.models.roles import Role, count_parameters
 from lightrlhf.models.sharding import clip_gradients, full_tensors, is_sharded, materialize, meta_copy, shard_like
 from lightrlhf.models.tensor_parallel import check_splittable
 from lightrlhf.training.dry_run import DryRun
@@ -53,6 +56,9 @@ class Learners:
     ) -> None:
         self.args, self.ranks, self.fabric, self.order, self.progress = args, ranks, ranks.fabric, order, progress
         self.last_good, self.resumed, self.dry = last_good, resumed, dry
+        if getattr(args, "offload", False) and ranks.device.type in ("cpu", "mps"):
+            raise UsageError(REFUSAL)
+        self.num_frozen = 0  # models that share no weights with a trained one
         self.by_name: dict[str, Learner] = {}
         self.parameters: dict[str, tuple[int, int]] = {}  # of each learner: all, and the trained ones
         scaler = getattr(self.fabric.strategy.precision, "scaler", None)
@@ -123,8 +129,32 @@ class Learners:
         return math.ceil(ratio * num_updates) if steps is None else steps
 
     def freeze(self, module: nn.Module) -> nn.Module:
-        """Freeze a module: no gradients, eval mode, unsharded on this rank's device."""
-        return module.requires_grad_(False).eval().to(self.ranks.device)
+        """Freeze a module: no gradients, eval mode, unsharded on this rank's device.
+
+        Unless it shares weights with a trained model, it is held in `--base_dtype`, and with `--offload` on the host.
+        """
+        module = module.requires_grad_(False).eval()
+        args, device = self.args, self.ranks.device
+        shares = isinstance(module, Role) and (module.shares or module.borrows)
+        if isinstance(args, FrozenModelsArgs) and not shares:
+            self.num_frozen += 1
+            if args.base_dtype == "bfloat16" and isinstance(module, Role) and not is_quantised(module.model):
+                frozen.hold(module.model)
+            if args.offload:
+                offload(module, device)
+                return module
+        return module.to(device)
+
+    def check_frozen(self) -> None:
+        """Raises: UsageError when flags of frozen models are given, and all of them share weights with trained ones."""
+        args = self.args
+        if isinstance(args, FrozenModelsArgs) and not self.num_frozen:
+            rounds = args.base_dtype == "bfloat16" and args.finetune_mode != "lora"
+            if args.offload or rounds:
+                given = "--offload True" if args.offload else "--base_dtype bfloat16"
+                raise UsageError(
+                    f"{given}: this run has no frozen model, or they share the weights of the policy; leave it out"
+                )
 
     # -------------------------------------------------------------------------------------------------- updates
     def autocast(self) -> AbstractContextManager[None]:

@@ -27,6 +27,7 @@ from lightrlhf.data.batch import Batch, micro_batch_indices, to_device
 from lightrlhf.data.flat import Rows, View
 from lightrlhf.data.splits import Row
 from lightrlhf.models.forward import inference
+from lightrlhf.models.offload import on_device
 from lightrlhf.models.roles import Policy, policy_inputs
 from lightrlhf.models.saving import hash_weights
 from lightrlhf.storage.locks import lock_folder
@@ -92,7 +93,7 @@ def score_shard(
     over these rows in micro-batches draws it, and without using up random numbers.
     """
     logps = torch.zeros(sides, len(rows), device=run.device)
-    with replay_dropout(run.device) if dropout else inference(model):
+    with on_device(model), replay_dropout(run.device) if dropout else inference(model):
         for index in run.ranks.pad_passes(micro_batch_indices(rows, run.args.micro_batch_size)):
             batch = collate([rows[i] for i in index]).to(run.device)
             with run.autocast():

@@ -123,6 +123,7 @@ class Run(Generic[AnyArgs]):
             raise
 
     def _open(self, num_steps: int) -> None:
+        self.learners.check_frozen()
         self.phases.signals.is_between, self.progress.num_steps = False, num_steps
         if not self.dry:
             self.files.open(self.order.began, self.best, self.step)

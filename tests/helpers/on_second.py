@@ -13,6 +13,7 @@ import json
 import sys
 import threading
 import traceback
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -22,6 +23,10 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from helpers import second_device, varlen
 from helpers.second_device import NAME
 
+on_host: list[Any] = []  # weights of models that are offloaded
+offloaded: Counter[str] = (
+    Counter()
+)  # their models, how often they were fetched, parameters left on the device by phases
 waiting: dict[str, list[list[int]]] = {}  # host reads and waiting copies in each phase of each step, by phase
 
 
@@ -107,6 +112,7 @@ def prepare(changes: Sequence[str] = ()) -> None:
         with measured(self, name, rows):
             yield
         after = [counter.total() for counter in (second_device.reads, second_device.waits)]
+        offloaded["left"] += sum(p.device.type != "cpu" for one in on_host for p in _parameters_of(one))
         waiting.setdefault(name, []).append([late - early for early, late in zip(before, after)])
 
     Phases.phase = phase
@@ -158,6 +164,28 @@ def even_tokens(probs: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.Tens
     return (places > wanted).int().argmax(-1), probs.sum(-1)
 
 
+def watch_offloading() -> None:
+    """Count the models whose weights wait on the host, and how often they are fetched."""
+    from lightrlhf.models.offload import HostWeights
+
+    begin, fetch = HostWeights.__init__, HostWeights.fetch
+
+    def begin_counted(self: Any, *given: Any) -> None:
+        begin(self, *given)
+        on_host.append(self)
+
+    def fetch_counted(self: Any) -> None:
+        fetch(self)
+        offloaded["fetched"] += 1
+        assert all(p.device.type == NAME for p in _parameters_of(self))
+
+    HostWeights.__init__, HostWeights.fetch = begin_counted, fetch_counted
+
+
+def _parameters_of(weights: Any) -> list[Any]:
+    return [getattr(owner, name) for owner, name, _ in weights.places]
+
+
 def attend_by_text() -> None:
     """Let texts follow one another in a row on the device, as on CUDA."""
     from lightrlhf.models import varlen as library
@@ -171,6 +199,7 @@ CHANGES = {
     "buckets": use_buckets,
     "chunks": cut_logits,
     "even": draw_evenly,
+    "offload": watch_offloading,
     "varlen": attend_by_text,
 }
 
@@ -183,6 +212,8 @@ def run(calls: dict[str, tuple[str, list[str]]], mps_rules: bool = False) -> dic
             second_device.reads.clear()
             second_device.waits.clear()
             varlen.calls.clear()
+            on_host.clear()
+            offloaded.clear()
             second_device.used.clear()
             waiting.clear()
             problem, printed, returned = "", io.StringIO(), None
@@ -196,6 +227,7 @@ def run(calls: dict[str, tuple[str, list[str]]], mps_rules: bool = False) -> dic
             transfers |= {"devices": sorted(second_device.used)}
             outcome = {"problem": problem, "printed": printed.getvalue(), "returned": returned}
             found[name] = {**outcome, **transfers, "phases": dict(waiting), "rows_of_texts": len(varlen.calls)}
+            found[name]["offloaded"] = {"models": len(on_host), **offloaded}
     return found
 
 

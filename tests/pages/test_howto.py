@@ -30,10 +30,10 @@ from lightrlhf.cli.groups import (
     DataSetsArgs,
     DecodingArgs,
     EvalArgs,
+    FrozenModelsArgs,
     ModelArgs,
     RolloutLogArgs,
     SamplingArgs,
-    TrainArgs,
 )
 from lightrlhf.programs import PROGRAMS, TRAINING
 from lightrlhf.storage.run_dir import link_latest, read_metrics
@@ -349,7 +349,7 @@ def test_every_logged_metric_is_explained_and_no_other(algorithm, furnished):
 
 @pytest.mark.parametrize("algorithm", TRAINING)
 def test_every_flag_of_its_own_is_explained(algorithm):
-    mixins = (TrainArgs, DataArgs, DataSetsArgs, EvalArgs, RolloutLogArgs, ModelArgs, DecodingArgs)
+    mixins = (FrozenModelsArgs, DataArgs, DataSetsArgs, EvalArgs, RolloutLogArgs, ModelArgs, DecodingArgs)
     shared = {f.name for base in mixins for f in dataclasses.fields(base)}
     shared |= {*SERVERS, "tensor_parallel"} - {"rollout_server"}  # explained by speed.md
     shared |= fields_of("lightrlhf.dpo") if algorithm == "online_dpo" else set()

@@ -9,7 +9,7 @@ from helpers.errors import refused
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
 from lightrlhf import estimate
-from lightrlhf.cli.groups import ModelArgs
+from lightrlhf.cli.groups import FrozenArgs, ModelArgs
 from lightrlhf.estimate import EstimateArgs, Meter, build, llama_of, main, update
 from lightrlhf.models.loading import load_policy, load_scalar
 from lightrlhf.models.roles import count_parameters
@@ -67,6 +67,21 @@ def test_ppo_counts_four_models_or_one_backbone(tmp_path, tokenizer):
     adapter = policy["gradients"]  # a reference shares what is frozen
     assert apart["weights"] == policy["weights"] + adapter + scalar["weights"] + reward_model["weights"]
     assert shared["gradients"] == apart["gradients"] == policy["gradients"] + scalar["gradients"]
+
+
+def test_frozen_models_beside_a_whole_policy_are_held_or_wait_on_the_host(tmp_path, tokenizer, capsys):
+    folder = save_model("llama", tmp_path, tokenizer)
+    held = load_policy(str(folder), FrozenArgs(base_dtype="bfloat16"), tokenizer).model
+    reference = sum(p.nbytes for p in held.parameters())
+    reward_model = sum(p.nbytes for p in held.base_model.parameters()) + 4 * held.config.hidden_size
+    policy, critic = (parts(folder, "--algorithm", name)["weights"] for name in ("sft", "rm"))
+    flags = ["--algorithm", "ppo", "--base_dtype", "bfloat16"]
+    there, away = parts(folder, *flags), parts(folder, *flags, "--offload", "True")
+    assert there["weights"] == policy + critic + reference + reward_model and away["weights"] == policy + critic
+    assert away["rollout"] <= there["rollout"] + reference and away["peak"] < there["peak"]
+    assert away["gradients"] == there["gradients"] == parts(folder, "--algorithm", "ppo")["gradients"]
+    for more in (["--algorithm", "sft"], ["--algorithm", "ppo", "--accelerator", "cpu"]):
+        assert "--offload True" in refused(capsys, lambda words: parts(*words), folder, *more, "--offload", "True")
 
 
 def test_grpo_counts_policy_and_reward_model(tmp_path, tokenizer):

@@ -130,6 +130,33 @@ def test_texts_in_a_row_give_the_figures_of_padded_ones_and_read_nothing(runs, t
         assert furthest[0] <= 0.03, (name, furthest)
 
 
+OFFLOADING = {"ppo": 2, "grpo": 2, "online_refuel": 2, "reflect_rl": 1}  # models that are offloaded
+
+
+@pytest.mark.parametrize(
+    "programs",
+    [("grpo",), pytest.param(tuple({*OFFLOADING} - {"grpo"}), marks=pytest.mark.slow)],
+    ids=["grpo", "others"],
+)
+def test_offloaded_models_are_on_the_device_for_their_passes_alone(programs, runs, tmp_path):
+    """Figures are the same bit by bit, in bfloat16 too."""
+    scored = trained("rm", *runs.flags("rm", tmp_path / "rm", *FIXED, steps=1))
+    found = {}
+    for way in ("True", "False"):
+        calls = {}
+        for name in programs:
+            more = ["--base_dtype", "bfloat16", "--offload", way]
+            more += ["--init_kl_coeff", "0.1"] if name in ("grpo", "reflect_rl") else []
+            more += ["--rm_experiment_dir", str(scored)] if OFFLOADING[name] == 2 else []
+            calls[name] = (f"lightrlhf.{name}", runs.flags(name, tmp_path / way / name, *FIXED, *more, *THERE, steps=2))
+        found[way] = there(calls, changes=["offload"])
+    for name in programs:
+        seen = found["True"][name]["offloaded"]
+        assert seen["models"] == OFFLOADING[name] and seen["fetched"] >= 2 and not seen["left"], (name, seen)
+        assert found["False"][name]["offloaded"]["models"] == 0
+        assert figures(tmp_path / "True" / name) == figures(tmp_path / "False" / name)
+
+
 @pytest.mark.slow
 def test_programs_that_iterate_run(runs, tmp_path):
     there({name: (f"lightrlhf.{name}", runs.flags(name, tmp_path / name, *THERE)) for name in ITERATED})

@@ -13,7 +13,7 @@ from lightrlhf.cli.groups.run import DryRunArgs, RolloutLogArgs, RunArgs
 from lightrlhf.cli.groups.sampling import DecodingArgs, SamplingArgs
 from lightrlhf.cli.groups.servers import AheadServerArgs, RolloutServerArgs, ServerArgs
 from lightrlhf.cli.groups.teacher import TeacherArgs, TeacherTermArgs
-from lightrlhf.cli.groups.train import TrainArgs
+from lightrlhf.cli.groups.train import FrozenModelsArgs, TrainArgs
 
 __all__ = [
     "AheadServerArgs",
@@ -26,6 +26,7 @@ __all__ = [
     "EvalArgs",
     "EvalIntervalArgs",
     "FrozenArgs",
+    "FrozenModelsArgs",
     "ModelArgs",
     "OptimizerArgs",
     "RewardArgs",

@@ -81,6 +81,11 @@ class ModelArgs(Args):
     )
     """Attention: torch's kernels (eager where an architecture lacks them), plain products, or flash-attn."""
 
+    @property
+    def holds_base(self) -> bool:
+        """Whether the model that is loaded is held in bfloat16: below adapters."""
+        return self.base_dtype == "bfloat16" and self.finetune_mode == "lora"
+
     def _check_given(self, given: Mapping[str, object]) -> None:
         if isinstance(name := given.get("policy"), str | Path):
             raise UsageError(f"policy: {name} is a name, not a model; use --model_name, or load the model")
@@ -104,6 +109,11 @@ class FrozenArgs(ModelArgs):
     """Quantise weights to 4 bits (nf4)."""
     base_dtype: Literal["float32", "bfloat16"] = flag("float32", needs={})
     """Dtype of the weights in memory."""
+
+    @property
+    def holds_base(self) -> bool:
+        """Whether the model that is loaded is held in bfloat16."""
+        return self.base_dtype == "bfloat16"
 
 
 @dataclass(frozen=True, kw_only=True)
