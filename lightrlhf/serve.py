@@ -30,6 +30,7 @@ from lightrlhf.cli.fields import Args, at_least, between, check_args, flag, posi
 from lightrlhf.cli.groups import FrozenArgs
 from lightrlhf.cli.packages import check_package
 from lightrlhf.cli.parser import parse
+from lightrlhf.cpu import limit_caches
 from lightrlhf.data.templates import use_template
 from lightrlhf.models.loading import find_device, load_policy
 from lightrlhf.models.lora import ADAPTER_CONFIG
@@ -158,6 +159,7 @@ def run_own(args: ServeArgs, source: str) -> None:
 
 def load_engine(args: ServeArgs, source: str) -> Engine:
     """The model on its device."""
+    limit_caches()  # prompts have all lengths
     tokenizer = load_tokenizer(None, source)
     use_template(tokenizer, args.chat_template)
     policy = load_policy(source, FrozenArgs(trust_remote_code=args.trust_remote_code), tokenizer)

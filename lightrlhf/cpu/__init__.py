@@ -15,10 +15,10 @@ from lightrlhf.cpu.cache import Attention, RaggedLayer
 from lightrlhf.cpu.decoder import LEAST_STEPS, exclude, pack_decoder, packed_dtype
 from lightrlhf.cpu.heap import keep_freed_memory
 from lightrlhf.cpu.paged import PagedDecoder, Piece
-from lightrlhf.cpu.products import use_onednn
+from lightrlhf.cpu.products import limit_caches, use_onednn
 
 __all__ = ["LEAST_STEPS", "Attention", "PagedDecoder", "Piece", "RaggedLayer", "enable", "exclude", "pack_decoder"]
-__all__ += ["packed_dtype"]
+__all__ += ["limit_caches", "packed_dtype"]
 
 
 def enable() -> None:

@@ -49,10 +49,15 @@ def replace_products() -> None:
     _replaced.append(replace_kernels({"mm": _mm, "addmm": _addmm}))
 
 
-def replace_kernels(kernels: dict[str, Callable[..., Any]], **options: Any) -> torch.library.Library:
-    """Replace torch's kernels on CPUs, in this process, while the result lives; kernels: by operator."""
+def limit_caches() -> None:
+    """Let oneDNN keep few kernels by the shapes of their matrices, from its first use on."""
     for name, size in CACHES.items():
         os.environ.setdefault(name, size)
+
+
+def replace_kernels(kernels: dict[str, Callable[..., Any]], **options: Any) -> torch.library.Library:
+    """Replace torch's kernels on CPUs, in this process, while the result lives; kernels: by operator."""
+    limit_caches()
     library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that there are kernels already
