@@ -7,20 +7,25 @@ import threading
 import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
 from helpers import save_model
 from helpers.processes import PATIENCE
+from helpers.templates import ZOO
 from helpers.trained import train_a_little
 from starlette.testclient import TestClient
 
 from lightrlhf.cli.groups import ModelArgs
+from lightrlhf.data.rendering import TOOLS
 from lightrlhf.data.tokens import encode_prompt
 from lightrlhf.models.loading import load_policy
 from lightrlhf.serving import session_routes
+from lightrlhf.serving.answers import Answer, Choice
 from lightrlhf.serving.app import App
 from lightrlhf.serving.engine import Engine
+from lightrlhf.serving.requests import Served
 from lightrlhf.serving.sessions import Settings
 
 KEY = "key of the tests"
@@ -417,3 +422,50 @@ def test_a_client_that_never_reads_does_not_hold_its_session(app, engine):
 
     trace = asyncio.run(run())
     assert len(trace["turns"]) == 2 and "cancelled" not in {one["stop_reason"] for one in trace["turns"]}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_tools_result_goes_on_behind_the_call_that_was_sampled(stream):
+    """A model that calls a tool, told its result: one row, the call's ids as they were sampled."""
+    kind = ZOO["qwen25"]
+    tokenizer, question = kind.tokenizer, [{"role": "user", "content": "What is it?"}]
+    call = '{"name": "known_function", "arguments": {"known_argument": "known-value"}}'
+    ids = tokenizer(f"<tool_call>\n{call}\n</tool_call><|im_end|>", add_special_tokens=False)["input_ids"]
+
+    class Scripted:
+        version, adapters, name = "v1", {}, "model"
+        scheduler = SimpleNamespace(num_waiting=lambda: 0)
+
+        def limits(self):
+            return Served(tokenizer, len(tokenizer), 2048, ["model"])
+
+        async def stream(self, request):
+            yield 0, Choice(ids, [-0.5] * len(ids), "stop"), Answer([], None, "v1")
+
+    scripted = Scripted()
+    scripted.tokenizer = tokenizer
+    with TestClient(App(scripted, KEY).asgi, headers={"Authorization": f"Bearer {KEY}"}) as client:
+        session = opened(client, max_tokens=100)
+        body = {"messages": question, "tools": TOOLS, "stream": stream, "tool_choice": "required"}
+        answer = client.post(session[0], json=body, headers=session[1])
+        assert answer.status_code == 200, answer.text
+        if stream:
+            parts = [json.loads(line.removeprefix("data: ")) for line in answer.text.split("\n\n")[:-2]]
+            deltas = [part["choices"][0]["delta"] for part in parts if part["choices"]]
+            (named,) = [one for delta in deltas for one in delta.get("tool_calls", []) if one.get("id")]
+            pieces = [one for delta in deltas for one in delta.get("tool_calls", [])]
+            arguments = "".join(one["function"].get("arguments") or "" for one in pieces)
+            function = {"name": named["function"]["name"], "arguments": arguments}
+            reply = {"role": "assistant", "tool_calls": [{"id": named["id"], "type": "function", "function": function}]}
+        else:
+            reply = answer.json()["choices"][0]["message"]
+        result = {"role": "tool", "tool_call_id": reply["tool_calls"][0]["id"], "content": "42"}
+        again = {"messages": [*question, reply, result], "tools": TOOLS}
+        assert client.post(session[0], json=again, headers=session[1]).status_code == 200
+        trace = trace_of(client, session)
+    (row,) = trace["rows"]
+    assert [one["stop_reason"] for one in trace["turns"]] == ["tool_calls"] * 2
+    first, second = trace["turns"]
+    assert row["ids"][first["start"] : first["end"]] == ids == row["ids"][second["start"] : second["end"]]
+    assert "42" in tokenizer.decode(row["ids"][first["end"] : second["start"]])
+    assert first["request"]["tool_choice"] == "required"
