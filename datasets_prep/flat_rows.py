@@ -76,7 +76,7 @@ def content(part: Part) -> bytes:
         at += count
         for side, length in enumerate(lengths):
             end = places[side] + 4 * length
-            pieces += [length.to_bytes(8, "big"), ids[side][places[side] : end]]
+            pieces += [length.to_bytes(8, "big"), bytes(ids[side][places[side] : end])]
             places[side] = end
     return b"".join(pieces)
 

@@ -102,7 +102,7 @@ def pack(examples: list[Example], dropped: list[Dropped]) -> Packed:
             )
         )  # fmt: skip
         text_size += len(rest)
-    table = np.array(numbers, dtype=np.uint64).reshape(len(numbers), len(RECORD))
+    table = np.array(numbers, dtype=np.uint64).reshape(len(numbers), len(RECORD.names or ()))
     records = np.empty(len(numbers), dtype=RECORD)
     for place, name in enumerate(RECORD.names or ()):
         records[name] = table[:, place]
@@ -259,7 +259,7 @@ class Encoded:
         sides = [_gathered(self._ids, starts, first)]
         if second.any():
             sides.append(_gathered(self._ids, starts + first, second))
-        texts = memoryview(self._texts)
+        texts = self._texts.data
         rest = [bytes(texts[a : a + n]) for a, n in zip(records["values"].tolist(), records["values_len"].tolist())]
         return Part(records, sides, _gathered(self._ids, starts + first + second, spans), rest)
 

@@ -116,8 +116,8 @@ class Lesson:
         logprobs = self._columns(told.logprobs, place, seen)[at]  # (N,)
         if told.ids is None or told.top is None:
             return judge_samples(logprobs, targets)
-        top = (self._columns(values, place, seen)[at] for values in (told.ids, told.top))  # (N, k) each
-        return judge_top(*top, logprobs, targets, beta)
+        ids, top = (self._columns(values, place, seen)[at] for values in (told.ids, told.top))  # (N, k) each
+        return judge_top(ids, top, logprobs, targets, beta)
 
     def _columns(self, values: Tensor, place: Tensor, micro: Batch) -> Tensor:
         """Some rows of values (B, T-1, ...) on the device, as wide as a micro-batch of them."""
