@@ -42,14 +42,6 @@ def _reading(original: Any, *args: Any, **options: Any) -> Any:
     return result
 
 
-def _reading_steps(original: Any, policy: Any, *args: Any, before_step: Any, **options: Any) -> Any:
-    def read_and_check() -> None:
-        next(policy.parameters()).flatten()[0].item()
-        before_step()
-
-    return original(policy, *args, before_step=read_and_check, **options)
-
-
 def _moved(original: Any, policy: Any, batch: Any, *args: Any) -> Any:
     return original(policy, batch.to(policy.model.device), *args)
 
@@ -62,7 +54,7 @@ FAULTS = {  # by room: the function that gets the fault, and what wraps it
     "generation": ("lightrlhf.generation.slots", "Slots._decode", _reading),
     "rewards": ("lightrlhf.rewards.scorers", "score_batch", _mixing),
     "evaluation": ("lightrlhf.evaluation.pairs", "pair_scores", _mixing),
-    "serving": ("lightrlhf.serving.engine", "generate", _reading_steps),
+    "serving": ("lightrlhf.serving.engine", "score_logprobs", _moved),
     "demo": ("lightrlhf.demo.models", "score_logprobs", _moved),
 }
 

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.slow
 SAMPLING = ("generate", "evaluate", "evaluate_dialogues", "serve", "demo")
 ROUNDING = 5e-6  # relative to numbers above 1: a reward is divided by the deviation of a hardly trained model's scores
 STREAMED = {"serve": 2, "demo": 6}  # reads for each token that is shown as soon as it is there
-FAULTS = {"demo": "demo"}  # by room, what meets it
+FAULTS = {"rewards": "annotate", "evaluation": "evaluate", "serving": "serve", "demo": "demo"}  # by room, what meets it
 
 
 @pytest.fixture
@@ -43,12 +43,16 @@ def test_tools_write_what_they_write_on_the_cpu(made, tmp_path):
     assert not any(site.startswith("lightrlhf/data/") for name in found for site in found[name]["reads"])
 
 
-def growth(made, names: tuple[str, ...], **job: str) -> dict[str, int]:
+def test_no_tool_needs_what_apple_s_gpus_lack(made):
+    there(made("second"), mps_rules=True)
+
+
+def growth(made, names: tuple[str, ...]) -> dict[str, int]:
     """By how many reads 12 tokens need more than 3."""
     both = []
     for length in (3, 12):
         calls = made("second", str(length), length)
-        found = there({name: calls[name] for name in names}, **job)
+        found = there({name: calls[name] for name in names})
         both.append({name: sum(one["reads"].values()) for name, one in found.items()})
     return {name: both[1][name] - both[0][name] for name in names}
 
@@ -60,6 +64,8 @@ def test_reads_do_not_grow_with_responses(made):
 
 @pytest.mark.parametrize("room", FAULTS)
 def test_a_fault_planted_in_a_room_is_found(room, made):
-    """A batch that is moved before it is read."""
-    one = there({FAULTS[room]: made("second")[FAULTS[room]]}, fault=room)[FAULTS[room]]
-    assert [site for site in one["reads"] if site.startswith("lightrlhf/data/")]
+    """A tensor of the CPU beside scores, and a batch that is moved before its lengths are read."""
+    name = FAULTS[room]
+    one = there({name: made("second")[name]}, fault=room)[name]
+    sites = [site for site in one["reads"] if site.startswith("lightrlhf/data/")]
+    assert sites if room in ("serving", "demo") else "same device" in one["problem"], one
