@@ -128,7 +128,7 @@ def judge_exactly(logits_of_teacher: Callable[[slice], Tensor], targets: Tensor,
     """By the teacher's whole distribution; targets: (N,) the sampled tokens."""
 
     def judge(logits: Tensor, rows: slice) -> Judged:
-        own, chosen = logits_of_teacher(rows), targets[rows, None]
+        own, chosen = logits_of_teacher(rows).to(logits.device), targets[rows, None]
         size = min(own.shape[1], logits.shape[1])  # further rows pad an embedding table
         student, other = logits[:, :size].log_softmax(-1), own[:, :size].log_softmax(-1)
         loss = distillation.divergence(student, other, beta)  # (n,)

@@ -98,6 +98,25 @@ def test_variants_give_the_cpu_s_figures(change, runs, tmp_path):
 
 
 @pytest.mark.slow
+def test_frozen_models_may_be_on_another_device(runs, sft_dir, rm_dir, tmp_path):
+    """Trainer on one, reference and reward model on the other: nothing crosses but what is meant."""
+    models = ["--sft_experiment_dir", sft_dir, "--rm_experiment_dir", rm_dir, *FIXED]
+    places = {"cpu": [], "second": THERE}
+    given = {place: [*runs.flags("ppo", tmp_path / place, *models, *more, steps=2)] for place, more in places.items()}
+    given = {place: without(flags, "--model_name", "--reward_function") for place, flags in given.items()}
+    trained("ppo", *given["cpu"])
+    found = there({"ppo": ("lightrlhf.ppo", given["second"])}, changes=["apart"])
+    assert_same_figures(tmp_path / "second", tmp_path / "cpu", *EXACT)
+    assert found["ppo"]["devices"] == ["second:0", "second:1"]
+
+
+def without(flags: list[str], *names: str) -> list[str]:
+    """Flags without some, and their values."""
+    pairs = zip(flags[::2], flags[1::2], strict=True)
+    return [word for pair in pairs if pair[0] not in names for word in pair]
+
+
+@pytest.mark.slow
 def test_killed_runs_resume_bit_by_bit(runs, tmp_path):
     """With dropout, whose random numbers the device draws: from the state that the checkpoint has of it."""
     programs = ("sft", "ppo", "grpo")
