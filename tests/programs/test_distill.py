@@ -266,7 +266,7 @@ def test_several_teachers_are_named_by_a_column(runs, tmp_path, tokenizer):
     one = dataclasses.replace(args, teacher=str(runs.teacher), teacher_column=None)
     distill.train(one, tokenizer=tokenizer, prompts=prompts, on_step=lambda step, metrics: alone.append(metrics))
     assert 0 < rows[0]["objective/kl"] < alone[0]["objective/kl"]  # half of the rows are the start's own
-    with pytest.raises(RunFailure, match="--teacher_column of: prompt 1 names 'three'"):
+    with pytest.raises(RunFailure, match="--teacher_column"):
         distill.train(args, tokenizer=tokenizer, prompts=[prompts[0], {"prompt": "Hi", "of": "three"}])
 
 
