@@ -139,8 +139,7 @@ def resume(program: str) -> Any:
         logs = at.folder / "runs" / f"{at.device}-{program}-killed"
         shutil.rmtree(logs, ignore_errors=True)
         flags = flags_of(at, program, logs, *at.where())
-        script = Path(importlib.import_module("helpers.killed").__file__)
-        command = [sys.executable, str(script), str(logs), "**/checkpoint-000002/resume.pt", "-1", "0"]
+        command = [sys.executable, "-m", "helpers.killed", str(logs), "**/checkpoint-000002/resume.pt", "-1", "0"]
         here = {"PYTHONPATH": os.pathsep.join(sys.path)}  # with what `run.sh` has unpacked
         call = [f"lightrlhf.{program}", flags]
         on_second = ["helpers.on_second", json.dumps({"calls": {program: call}})]
