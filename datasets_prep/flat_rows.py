@@ -64,7 +64,8 @@ def _offsets(lengths: np.ndarray) -> Tensor:
 def content(part: Part) -> bytes:
     """What the content hash of a file covers: lengths, spans, columns or messages, labels, and ids."""
     stage = STAGES[part.records["stage"][0]]
-    spans, at, pieces = part.spans.tolist(), 0, []
+    pieces: list[bytes | memoryview] = []
+    spans, at = part.spans.tolist(), 0
     ids = [memoryview(side.astype("<i4").tobytes()) for side in part.sides]
     places = [0] * len(ids)
     names = ("prompt_len", "spans", "label", *(("first", "second") if len(ids) > 1 else ("first",)))

@@ -42,8 +42,7 @@ RECORD = np.dtype(
         *((name, "u4") for name in ("values_len", "source_len")),
     ]
 )
-
-
+COLUMNS = RECORD.names or ()
 _STAGES, _SPLITS = ({name: number for number, name in enumerate(names)} for names in (STAGES, SPLITS))
 NO_COLUMNS = plain_json.encode({"columns": {}})
 
@@ -102,9 +101,9 @@ def pack(examples: list[Example], dropped: list[Dropped]) -> Packed:
             )
         )  # fmt: skip
         text_size += len(rest)
-    table = np.array(numbers, dtype=np.uint64).reshape(len(numbers), len(RECORD.names or ()))
+    table = np.array(numbers, dtype=np.uint64).reshape(len(numbers), len(COLUMNS))
     records = np.empty(len(numbers), dtype=RECORD)
-    for place, name in enumerate(RECORD.names or ()):
+    for place, name in enumerate(COLUMNS):
         records[name] = table[:, place]
     flat = np.concatenate(arrays) if arrays else np.empty(0, dtype=np.int32)
     return Packed(records, flat, b"".join(texts), list(kinds), dropped)
