@@ -43,8 +43,8 @@ from lightrlhf import evaluate, ppo, quickstart, rm, sft
 from lightrlhf.cli.errors import one_line_errors
 from lightrlhf.cli.fields import Args, at_least, flag, random_seed
 from lightrlhf.cli.parser import parse
-from lightrlhf.plot import read_metrics
 from lightrlhf.storage.results import print_table
+from lightrlhf.storage.run_dir import read_metrics
 
 LETTERS = "abcdefgh"
 GROUPS = ("abcd", "efgh")

@@ -40,8 +40,8 @@ from lightrlhf import grpo, sft
 from lightrlhf.cli.errors import one_line_errors
 from lightrlhf.cli.fields import Args, random_seed
 from lightrlhf.cli.parser import parse
-from lightrlhf.plot import read_metrics
 from lightrlhf.storage.results import print_table
+from lightrlhf.storage.run_dir import read_metrics
 
 DIGITS = "0123456789"
 JUNK, STOP = "um", "."
