@@ -182,16 +182,12 @@ def _read_stored_args(args_class: type, directory: str) -> dict[str, Any]:
             f"--resume_from {directory} was started from Python with custom {', '.join(given)}; "
             "resume it from Python with the same objects"
         )
+    program = _module_name(args_class).rpartition(".")[2]
+    if (before := stored.get("program", program)) != program:
+        raise UsageError(f"--resume_from {directory} is a run of {before}, not of {program}")
     once = {name for name, one in declared_flags(args_class).items() if one.options.get("once")}
     values = {name: value for name, value in flags_of(stored).items() if name not in once}
-    try:
-        return check_flags(args_class, values, f"--resume_from {directory}")
-    except UsageError:
-        program = _module_name(args_class).rpartition(".")[2]
-        before = stored.get("program", program)
-        if before != program:
-            raise UsageError(f"--resume_from {directory} is a run of {before}, not of {program}") from None
-        raise
+    return check_flags(args_class, values, f"--resume_from {directory}")
 
 
 def _shorten(message: str, flags: set[str]) -> str:

@@ -26,6 +26,7 @@ WANTED = {  # package: the program and the flags that ask for it
     "gguf": ("lightrlhf.export", ["--model_name", "m", "--to", "gguf", "--destination_dir", "out"]),
     "starlette": ("lightrlhf.serve", ["--model_name", "tiny", "--engine", "lightrlhf"]),
     "uvicorn": ("lightrlhf.serve", ["--model_name", "tiny", "--engine", "lightrlhf"]),
+    "pydantic": ("lightrlhf.serve", ["--model_name", "tiny", "--engine", "lightrlhf"]),
     "alfworld": ("lightrlhf.evaluate_env", ["--env", "alfworld"]),
 }
 

@@ -7,6 +7,7 @@ import json
 import numpy as np
 import pytest
 from helpers.data import arguments, chatml_like, rows_of_file
+from helpers.errors import error_naming
 
 from datasets_prep.common import complete, encoded
 from datasets_prep.encoding import Encoder, Example, Place
@@ -102,9 +103,9 @@ def test_rows_that_no_file_may_hold_are_refused(tmp_path):
     with encoded(args, rows, Encoder(args, tokenizer, Placement(args)), tmp_path / "spool") as selection:
         (numbers,) = selection.splits["prompts"].values()
         part = selection.encoded.part(numbers)
-    for wrong, words in (({}, "row 0 has in columns 'deep' more than 32 levels"), ({"prompt_len": 1}, "lengths of")):
+    for wrong, words in (({}, "row 0"), ({"prompt_len": 1}, "lengths")):
         changed = part._replace(records=part.records.copy())
         for name, value in wrong.items():
             changed.records[name], changed.records["columns"] = value, 0
-        with pytest.raises(UsageError, match=words), FlatWriter(tmp_path / "prompts_train.pt", "prompts") as file:
+        with error_naming(UsageError, words), FlatWriter(tmp_path / "prompts_train.pt", "prompts") as file:
             write_part(file, changed, True)
