@@ -94,7 +94,7 @@ def train(
     run.order.name_rows("dialogues")
     reference = run.freeze(start.policy.reference())
     settings = (args, run.device, args.rollout_mini_batch_size, reward)
-    kinds = {"wrap_prompts": args.rm_chat_template, "grouped": True, "freeze": run.freeze}
+    kinds: dict[str, Any] = {"wrap_prompts": args.rm_chat_template, "grouped": True, "freeze": run.freeze}
     scorer = loading.load_rewards(*settings, **kinds).of_groups
     num_steps = run.order.num_steps(rows, args.rollout_size)
     num_parts = math.ceil(args.rollout_size / args.mini_batch_size)  # mini-batches of an epoch
