@@ -130,7 +130,7 @@ TOOLS: dict[str, Program] = {
         Program("export", "ExportArgs"),
         Program("demo", "DemoArgs"),
         Program("doctor", "DoctorArgs"),
-        Program("quickstart", "QuickstartArgs", uses=("sft", "rm", "ppo", "evaluate", "plot")),
+        Program("quickstart", "QuickstartArgs", uses=("sft", "rm", "ppo", "evaluate")),
     )
 }
 PROGRAMS = TRAINING | TOOLS

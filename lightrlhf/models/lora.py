@@ -226,7 +226,7 @@ def load_adapter(model: PreTrainedModel, name: str, source: str, config: Any) ->
         raise UsageError(f"{source} holds an adapter that does not fit its base: {first_line(problem)}") from None
     check_layers(model, lora_layers(model), name, f"{source} holds an adapter of another kind", MERGE_FIRST)
     stored = {key.removeprefix(PREFIX): value for key, value in adapter_weights(source).items()}
-    if wrong := [key for key, value in stored.items() if not value.is_floating_point()]:
+    if wrong := [key for key, value in stored.items() if torch.is_tensor(value) and not value.is_floating_point()]:
         kind = str(stored[wrong[0]].dtype).removeprefix("torch.")
         raise UsageError(f"{source} holds an adapter whose {wrong[0]} has {kind} values; weights are floating-point")
     head = next((stored.pop(key) for key in list(stored) if key.split(".")[0] in HEADS), None)

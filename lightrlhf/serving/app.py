@@ -43,10 +43,11 @@ from lightrlhf.serving.answers import (
     whole,
 )
 from lightrlhf.serving.bodies import AdapterFolder, AdapterName, NewVersion, Refusal, WeightsFolder, read, read_json
+from lightrlhf.serving.content import read_body, read_content
 from lightrlhf.serving.engine import Engine
 from lightrlhf.serving.requests import Completion, further_noise, read_completion
+from lightrlhf.serving.session_routes import SessionRoutes
 
-LARGEST_BODY = 64 * 2**20  # bytes; the noise of a rollout is the largest part
 LONG_BODY = 2**16  # bytes, from which a body takes long to read
 MOST_WAITING = 256  # requests
 
@@ -84,7 +85,6 @@ class App:
             Route("/wake_up", self.nothing, methods=["POST"]),
             Route("/is_sleeping", self.is_sleeping),
         ]
-        from lightrlhf.serving.session_routes import SessionRoutes  # which needs this module
 
         self.sessions = SessionRoutes(self)
         self.routes = [*routes, *self.sessions.routes]
@@ -290,21 +290,6 @@ class KeyCheck:
 
 
 # ------------------------------------------------------------------------------------------------------------- requests
-async def read_content(request: Request) -> bytes:
-    """A body. Raises: Refusal when it is too large."""
-    content = bytearray()
-    async for piece in request.stream():
-        content += piece
-        if len(content) > LARGEST_BODY:
-            raise Refusal(f"a body may have {LARGEST_BODY} bytes; send several requests", 413)
-    return bytes(content)
-
-
-async def read_body(request: Request) -> Json:
-    """The JSON object in a body. Raises: Refusal when it is too large, or not one."""
-    return read_json(await read_content(request))
-
-
 async def in_thread(pool: ThreadPoolExecutor | None, work: Callable[[], Any]) -> Any:
     """What some work returns, done beside the event loop; pool: None for any thread."""
     return await asyncio.get_running_loop().run_in_executor(pool, work)

@@ -11,9 +11,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
-from contextlib import aclosing, suppress
+from contextlib import AbstractAsyncContextManager, aclosing, suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from pydantic import ValidationError
 from starlette.requests import ClientDisconnect, Request
@@ -23,23 +23,35 @@ from starlette.routing import Route
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.data.batch import mix_seed, seeded_noise
 from lightrlhf.generation.conversations import Json, Plan
+from lightrlhf.generation.response_texts import Texts
 from lightrlhf.serving.answers import LEAST, Answer, Choice, Streamed, error, event, head_of, whole
-from lightrlhf.serving.app import read_body
 from lightrlhf.serving.bodies import Refusal
+from lightrlhf.serving.content import read_body
+from lightrlhf.serving.engine import Engine
 from lightrlhf.serving.requests import read_completion, read_conversation, read_message
 from lightrlhf.serving.sessions import Session, Sessions, Settings
-
-if TYPE_CHECKING:
-    from lightrlhf.serving.app import App
 
 MOST_WAITING = 16  # requests of one session
 LONGEST_HOLD = 600.0  # seconds without a request after which a session holds new weights no longer
 
 
+class Requests(Protocol):
+    """What sessions need of the app."""
+
+    engine: Engine
+
+    @property
+    def texts(self) -> Texts: ...
+
+    def check_queue(self) -> None: ...
+
+    def entered(self) -> AbstractAsyncContextManager[None]: ...
+
+
 class SessionRoutes:
     """The routes of an app's sessions."""
 
-    def __init__(self, app: App) -> None:
+    def __init__(self, app: Requests) -> None:
         self.app, self.sessions = app, Sessions(app.engine.tokenizer)
         self.routes = [
             Route("/sessions", self.begin, methods=["POST"]),
@@ -104,7 +116,7 @@ class SessionRoutes:
 class SessionTurn:
     """One request of a session, from its body to its record; `job` samples it and returns the whole answer."""
 
-    def __init__(self, app: App, session: Session, body: Json) -> None:
+    def __init__(self, app: Requests, session: Session, body: Json) -> None:
         self.app, self.session, self.body = app, session, body
         self.checked = {**session.settings.checked(body), "model": session.settings.model}
         self.messages, self.tools = read_conversation(self.checked)

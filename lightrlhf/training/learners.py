@@ -56,7 +56,7 @@ class Learners:
     ) -> None:
         self.args, self.ranks, self.fabric, self.order, self.progress = args, ranks, ranks.fabric, order, progress
         self.last_good, self.resumed, self.dry = last_good, resumed, dry
-        if getattr(args, "offload", False) and ranks.device.type in ("cpu", "mps"):
+        if isinstance(args, FrozenModelsArgs) and args.offload and ranks.device.type in ("cpu", "mps"):
             raise UsageError(REFUSAL)
         self.num_frozen = 0  # models that share no weights with a trained one
         self.by_name: dict[str, Learner] = {}

@@ -386,7 +386,7 @@ def test_a_body_that_is_no_json_object_is_a_400_with_one_line(refusing, path, co
 
 
 def test_too_large_a_body_is_refused(client, monkeypatch):
-    monkeypatch.setattr("lightrlhf.serving.app.LARGEST_BODY", 100)
+    monkeypatch.setattr("lightrlhf.serving.content.LARGEST_BODY", 100)
     check_refusal(client.post(TEXT, json={**GOOD, "user": "x" * 100}), 413, "a body may have 100 bytes")
     ask(client, GOOD)
 

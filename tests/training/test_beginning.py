@@ -276,6 +276,7 @@ def test_every_text_flag_of_a_training_program_is_a_source_or_known_to_be_none()
     read = {*MODELS, *FUNCTIONS, "model_name", "sft_experiment_dir", "data_dir"}
     others = {"accelerator", "audit_function", "base_url", "experiment_name", "keep_best", "log_dir"}
     others |= {"lora_targets", "output_dir", "parser", "push_to_hub", "rapo", "resume_from", "rollout_server"}
+    others |= {"estimator", "teacher_column", "teacher_server"}
     others |= {"privileged_column", "stop_strings", "wandb_project", *SAME}
     for one in args_classes().values():
         if issubclass(one, TrainArgs):
