@@ -152,7 +152,7 @@ def watch(pid: int) -> dict[str, float]:
 
 # -------------------------------------------------------------------------------------------------------------- data
 def make(folder: Path, rows: int) -> Path:
-    """The folder with a training split of each stage of so many rows, made if there is none."""
+    """The folder with a training split of each stage of so many rows, made when it is missing."""
     from lightrlhf.storage.seals import seal
 
     small, made = folder / "small", folder / str(rows)

@@ -107,7 +107,7 @@ class Scheduler:
                 return
             try:
                 self.turn()
-            except Exception as problem:  # a fault of this file: no client must wait for ever
+            except Exception as problem:  # a fault of this file: end every request with it
                 for ticket in [*self.memory.tickets]:
                     self.batch.fail(ticket, problem)
 
