@@ -11,18 +11,19 @@ from __future__ import annotations
 import datetime
 import gzip
 import json
-import platform
 import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from lightrlhf import doctor
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.storage.jsonl import SEAL, JsonlWriter, read_jsonl, read_settings, write_jsonl
 from lightrlhf.storage.writing import replacing, write_text
 from lightrlhf.training.provenance import git_commit, versions
 
-CPUINFO = Path("/proc/cpuinfo")  # of Linux
 KEPT = Path(__file__).parent / "results"
 TEN, FIVE = tuple(range(1, 11)), tuple(range(1, 6))  # planned seeds: of arms under ten minutes, and of longer ones
 Row = dict[str, Any]
@@ -46,10 +47,8 @@ def spent(since: tuple[float, float]) -> Row:
 
 
 def processor() -> str:
-    """Name of the processor, as far as the system tells it."""
-    lines = CPUINFO.read_text(encoding="utf-8").splitlines() if CPUINFO.is_file() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
+    """Name of the processor and the instructions that torch uses: one name is sold with AVX2 and with AVX512."""
+    return f"{doctor.processor()}, {torch.backends.cpu.get_cpu_capability()}"
 
 
 def best_rate(trials: Iterable[Row]) -> float:
