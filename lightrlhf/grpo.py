@@ -274,7 +274,7 @@ def warn_of_low_rate(run: Run[GRPOArgs]) -> None:
 def find_equal_groups(run: Run[GRPOArgs], rollout: Rollout, scores: Scores) -> Tensor:
     """Numbers of the groups without two different scores, before penalties of length, (G,); the same on all ranks."""
     total = combine_scores(run.args, rollout, scores, run.ranks.sum)  # (B,)
-    moments = groups.group_moments(total, rollout.group, rollout.num_groups, run.ranks.sum)
+    moments = groups.group_moments(rollout.once(total), rollout.group, rollout.num_groups, run.ranks.sum)
     differ = torch.zeros(rollout.num_groups, dtype=torch.int64)
     differ.index_add_(0, rollout.group, moments.informative.to(differ))
     return (run.ranks.sum(differ) == 0).nonzero()[:, 0]
@@ -302,7 +302,7 @@ def combine_scores(
     parts = []
     for part, weight in zip(scores.parts.T, scores.weights):
         known = torch.where(part.isfinite() & ~total.isnan(), part, math.nan)  # (B,); one of weight 0 may be infinite
-        moments = groups.group_moments(known, rollout.group, rollout.num_groups, sum_over_ranks)
+        moments = groups.group_moments(rollout.once(known), rollout.group, rollout.num_groups, sum_over_ranks)
         parts.append(weight * groups.group_advantages(known, moments, groups.standardise))
     return torch.where(total.isnan(), total, torch.stack(parts).sum(0).to(total.dtype))
 
@@ -318,10 +318,12 @@ def estimate_advantages(
     ranks = ranks or LocalRanks()
 
     def advantages_of(values: Tensor, name: str) -> Tensor:
-        """(B,), NaN where missing -> (B,)."""
+        """(B,), NaN where missing -> (B,); an episode counts once, whatever its rows."""
+        once = rollout.once(values)
         if name not in groups.ADVANTAGES:
-            return own_functions.own_advantages(name, args.num_generations, values, rollout.group, ranks)
-        moments = groups.group_moments(values, rollout.group, rollout.num_groups, ranks.sum)
+            found = own_functions.own_advantages(name, args.num_generations, once, rollout.group, ranks)
+            return found[rollout.last_rows()]
+        moments = groups.group_moments(once, rollout.group, rollout.num_groups, ranks.sum)
         return groups.group_advantages(values, moments, groups.ADVANTAGES[name])
 
     total = penalize_length(args, rollout, combine_scores(args, rollout, scores, ranks.sum))  # (B,)
@@ -362,7 +364,7 @@ def update(
 ) -> Metrics:
     """All optimiser steps of one rollout; averages each metric over the mini-batches that have it."""
     args = run.args
-    num_rows = math.ceil(run.ranks.total(len(batch)) / run.ranks.world_size)
+    num_rows = math.ceil(run.ranks.total(int(batch.ends().sum())) / run.ranks.world_size)
     parts = (
         minibatch
         for epoch in range(args.ppo_epochs)
@@ -374,10 +376,15 @@ def update(
 
 
 def minibatches(batch: GRPOBatch, size: int, num_rows: int, generator: torch.Generator) -> Iterator[GRPOBatch]:
-    """The rows in mini-batches of about `size`, groups shuffled; num_rows, the mean over ranks, fixes how many."""
+    """The rows in mini-batches of about `size`, groups shuffled; num_rows, the mean over ranks, fixes how many.
+
+    An episode of several rows counts as one, and stays whole.
+    """
     place = torch.randperm(batch.num_groups, generator=generator)  # (G,)
     order = place[batch.group].argsort(stable=True)  # (B,)
-    for rows in order.tensor_split(math.ceil(num_rows / size)):
+    sizes = batch.last_rows()[order].unique_consecutive(return_counts=True)[1]  # (E,) rows of each episode
+    for part in sizes.tensor_split(math.ceil(num_rows / size)):
+        rows, order = order.tensor_split([int(part.sum())])
         yield batch.select(rows)
 
 
@@ -394,7 +401,8 @@ def update_minibatch(
     """
     args, kl_coeff = run.args, run.args.init_kl_coeff if run.args.kl_placement == "loss" else 0.0
     counted = (minibatch.action_mask, minibatch.group, minibatch.num_groups)
-    entropy_weights = policy_losses.token_weights(*counted, args.aggregation, args.max_new_tokens, run.ranks.sum)
+    way = args.aggregation, args.max_new_tokens, run.ranks.sum, minibatch.episode
+    entropy_weights = policy_losses.token_weights(*counted, *way)
     weights = entropy_weights if minibatch.correction is None else entropy_weights * minibatch.correction  # (b, T-1)
     if args.loss_type in policy_losses.LOSSES and not (kl_coeff or args.entropy_coeff or lesson):
         learned = (minibatch.advantages != 0).any(1).nonzero()[:, 0]  # a response without an advantage has no gradient
@@ -444,11 +452,11 @@ def group_metrics(run: Run[GRPOArgs], rollout: Rollout, scores: Scores, rewards:
     metrics = rollout_metrics.rollout_metrics(run, rollout, scores.total, penalized[:, None])
     if args.init_kl_coeff:
         k3 = torch.where(rollout.action_mask, ops.kl_k3(rollout.logprobs, rollout.ref_logprobs), 0.0).sum(1)  # (B,)
-        everyone = torch.ones_like(rollout.truncated)
-        (metrics["objective/kl_k3"],) = rollout_metrics.row_means(run, [k3], everyone)
+        k3 = rollout_metrics.by_episode(rollout, k3)
+        (metrics["objective/kl_k3"],) = rollout_metrics.row_means(run, [k3], rollout.ends())
     equal = len(find_equal_groups(run, rollout, scores))
     counts = {"sampling/prompts": float(rollout.num_groups), "sampling/wasted_tokens": 0.0}
-    metrics |= rollout_metrics.reward_metrics(run, scores, rewards.audit)
+    metrics |= rollout_metrics.reward_metrics(run, scores.select(rollout.ends()), rewards.audit)
     return metrics | {"objective/zero_std_ratio": equal / rollout.num_groups} | counts
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -46,6 +47,7 @@ class Batch:
     action_mask: Tensor  # (B, T-1) bool, [:, t] True where the loss counts token t+1
     row: Tensor | None = None  # (B,) int64, the row's number in the data, by which errors name it
     group: Tensor | None = None  # (B,) int64, equal in rows that share a prompt, which need not be adjacent
+    episode: Tensor | None = None  # (B,) int64, equal in the rows of an episode, in their order; None: a row is one
     source: Batch | None = dataclasses.field(default=None, init=False, repr=False)  # on the host, of a copy on a device
 
     def __len__(self) -> int:
@@ -66,6 +68,22 @@ class Batch:
         """Row and column of each action, (N,) both: an index like `action_mask`, which a device need not count."""
         found = self.on_host.action_mask.nonzero(as_tuple=True)
         return tuple(to_device(index, self.input_ids.device) for index in found)
+
+    def last_rows(self) -> Tensor:
+        """The last row of each row's episode: (B,) int64."""
+        rows = torch.arange(len(self))
+        if self.episode is None:
+            return rows
+        number = self.episode.unique(return_inverse=True)[1]  # (B,)
+        return torch.zeros_like(rows).scatter_reduce(0, number, rows, "amax")[number]
+
+    def ends(self) -> Tensor:
+        """Whether a row is the last one of its episode: (B,) bool; what counts episodes counts these."""
+        return self.last_rows() == torch.arange(len(self))
+
+    def once(self, values: Tensor) -> Tensor:
+        """Values (B,) that the rows of an episode share, NaN but in the last row of each episode."""
+        return values if self.episode is None else torch.where(self.ends(), values, math.nan)
 
     def map(self: AnyBatch, function: Callable[[Tensor], Tensor]) -> AnyBatch:
         """Apply `function` to each tensor; returns a new batch."""

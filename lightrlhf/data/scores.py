@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 
 import torch
@@ -24,6 +25,11 @@ class Scores:
     def by_name(self) -> dict[str, Tensor]:
         """Scores (B,) of each reward."""
         return dict(zip(self.names, self.parts.unbind(1)))
+
+    def select(self, index: Tensor) -> Scores:
+        """Scores of some rows; failures are all counted."""
+        audit = None if self.audit is None else self.audit[index]
+        return dataclasses.replace(self, total=self.total[index], parts=self.parts[index], audit=audit)
 
     def replaced(self, keep: Tensor, fresh: Scores) -> Scores:
         """Scores of the rows `keep`, (B,) bool, and of fresh rows after them; failures of both are counted."""

@@ -19,19 +19,32 @@ from lightrlhf.training.run import Metrics, Run
 
 
 def response_kl(rollout: Rollout) -> Tensor:
-    """k1 estimate of the KL to the reference, summed over each response, in nats: (B,); NaN without a reference."""
-    return ((rollout.logprobs - rollout.ref_logprobs) * rollout.action_mask).sum(1)
+    """k1 estimate of the KL to the reference, summed over each response or episode, in nats: (B,).
+
+    NaN without a reference.
+    """
+    return by_episode(rollout, ((rollout.logprobs - rollout.ref_logprobs) * rollout.action_mask).sum(1))
+
+
+def by_episode(rollout: Rollout, values: Tensor) -> Tensor:
+    """Values (B,) of rows, summed over the rows of each episode, in each of them."""
+    if rollout.episode is None:
+        return values
+    last = rollout.last_rows()
+    return torch.zeros_like(values).index_add(0, last, values)[last]
 
 
 def rollout_metrics(run: Run[Any], rollout: Rollout, scores: Tensor, by_token: Tensor) -> Metrics:
     """Means over the responses of all ranks; scores: (B,), NaN where missing, by_token: rewards, (B, T-1).
+
+    Of an episode the last row counts.
 
     Score and reward are means over the scored responses, NaN where there is none; all others, the KL too, are
     means over all that were sampled, so the rollout is the one with the actions of them all.
     """
     entropy = -masked_mean(rollout.logprobs, rollout.action_mask, 1)
     columns = [response_kl(rollout), entropy, rollout.lengths(), rollout.truncated.float(), ~scores.isnan()]
-    kl, entropy_mean, length, truncated, valid = row_means(run, columns, torch.ones_like(rollout.truncated))
+    kl, entropy_mean, length, truncated, valid = row_means(run, columns, rollout.ends())
     metrics = {
         "objective/kl": kl,
         "objective/entropy": entropy_mean,
@@ -41,7 +54,7 @@ def rollout_metrics(run: Run[Any], rollout: Rollout, scores: Tensor, by_token: T
         "completions/truncated_ratio": truncated,
         "completions/eos_ratio": 1 - truncated,
     } | gap_metrics(run.ranks, rollout, run.args)
-    score, reward = row_means(run, [scores, by_token.sum(1)], ~scores.isnan())
+    score, reward = row_means(run, [scores, by_token.sum(1)], rollout.ends() & ~scores.isnan())
     return {"objective/score": score, "objective/reward": reward} | metrics
 
 
@@ -64,11 +77,11 @@ def failure_metrics(run: Run[Any], scores: Scores) -> Metrics:
 def evaluation_metrics(run: Run[Any], rollout: Rollout, scores: Tensor) -> Metrics:
     """Means over held-out responses of all ranks, as in `rollout_metrics`; keeps the first ones in `samples.jsonl`."""
     columns = [response_kl(rollout), rollout.lengths(), rollout.truncated.float(), ~scores.isnan()]
-    means = row_means(run, columns, torch.ones_like(rollout.truncated))
+    means = row_means(run, columns, rollout.ends())
     if run.ranks.is_first and run.args.log_rollouts:
         log_samples(run, rollout_rows(rollout, run.args.log_rollouts, scores))
     metrics = dict(zip(("val/kl", "val/mean_length", "val/truncated_ratio", "val/valid_ratio"), means))
-    return dict(zip(("val/score",), row_means(run, [scores], ~scores.isnan()))) | metrics
+    return dict(zip(("val/score",), row_means(run, [scores], rollout.ends() & ~scores.isnan()))) | metrics
 
 
 def row_means(run: Run[Any], columns: Sequence[Tensor], counted: Tensor) -> list[float]:

@@ -102,9 +102,9 @@ class Counts(NamedTuple):
     """What a batch of all micro-batches and ranks holds; rows without an action do not count."""
 
     tokens: Tensor  # () actions
-    sequences: Tensor  # () rows
+    sequences: Tensor  # () rows, or episodes of rows
     groups: Tensor  # () groups
-    row_tokens: Tensor  # (B, 1) actions of each row
+    row_tokens: Tensor  # (B, 1) actions of each row, or of its episode
     group_tokens: Tensor  # (B, 1) actions of each row's group
     length: int  # the longest response that may be sampled
 
@@ -125,16 +125,22 @@ def token_weights(
     aggregation: str,
     length: int,
     sum_over_ranks: SumOverRanks | None = None,
+    episode: Tensor | None = None,
 ) -> Tensor:
     """Weight of each action in the loss, (B, T-1), 0 elsewhere; `aggregation` is a name of `AGGREGATIONS`.
 
-    Counts are over the rows of all ranks. group: (B,) int64 below num_groups; length: the constant of `constant`.
+    Counts are over the rows of all ranks. group: (B,) int64 below num_groups; length: the constant of `constant`;
+    episode: (B,) int64, whose rows, all of them here, count as one sequence; by default each row is one.
     """
     reduce = sum_over_ranks or (lambda tensor: tensor)
     row_tokens = action_mask.sum(1).double()  # (B,)
-    rows = torch.stack([row_tokens, (row_tokens > 0).double()], 1)  # (B, 2)
-    by_group = reduce(rows.new_zeros(num_groups, 2).index_add(0, group, rows))  # (G, 2)
+    number = torch.arange(len(group)) if episode is None else episode.unique(return_inverse=True)[1]  # (B,) below E
+    tokens_of = row_tokens.new_zeros(len(group)).index_add(0, number, row_tokens)  # (B,), of the first E episodes
+    group_of = torch.zeros_like(group).scatter(0, number, group)  # likewise
+    rows = torch.stack([tokens_of, (tokens_of > 0).double()], 1)  # (B, 2)
+    by_group = reduce(rows.new_zeros(num_groups, 2).index_add(0, group_of, rows))  # (G, 2)
     tokens, sequences = by_group.sum(0)
-    counts = Counts(tokens, sequences, (by_group[:, 0] > 0).sum(), row_tokens[:, None], by_group[group, :1], length)
+    groups = (by_group[:, 0] > 0).sum()
+    counts = Counts(tokens, sequences, groups, tokens_of[number, None], by_group[group, :1], length)
     weights = AGGREGATIONS[aggregation](counts).float()  # infinite for an empty count
     return torch.where(action_mask, weights.expand(action_mask.shape), 0.0)

@@ -33,7 +33,15 @@ class Rewards:
     audit: RewardAudit | None = None
 
     def __call__(self, rollout: Rollout, audited: bool = True) -> Scores:
-        """Scores of a rollout's responses, each by itself, and the audit's unless they are not to be audited."""
+        """Scores of a rollout's responses, each by itself, and the audit's unless they are not to be audited.
+
+        An episode is scored by its last row, for all of its rows.
+        """
+        if rollout.episode is not None:
+            ends = rollout.ends().nonzero()[:, 0]
+            episodes = rollout.select(ends)
+            episodes.episode = None
+            return self(episodes, audited).select(torch.searchsorted(ends, rollout.last_rows()))
         parts = self.parts([[sample] for sample in samples_of(rollout)])
         known = [[math.nan if value is None else value for value in row] for row in parts]
         total = [math.nan if (value := self.total(row)) is None else value for row in parts]

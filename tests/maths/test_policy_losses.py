@@ -137,6 +137,19 @@ def test_weights_of_ranks_are_those_of_one(name):
 
 
 @pytest.mark.parametrize("name", AGGREGATIONS)
+def test_an_episode_of_several_rows_weighs_as_one_row(name):
+    """Cut into rows with 2, 0 and 1, and with 3 and 1 of its actions, which do not lie side by side."""
+    whole = token_weights(rows([3, 1, 0, 4], 12), torch.tensor([0, 0, 1, 1]), 3, name, 9)
+    mask, group = rows([2, 3, 0, 1, 0, 1, 1], 7), torch.tensor([0, 1, 0, 0, 1, 1, 0])
+    episode = torch.tensor([7, 2, 7, 5, 4, 2, 7])
+    weights = token_weights(mask, group, 3, name, 9, episode=episode)
+    for number, row in ((7, 0), (5, 1), (2, 3)):
+        found = weights[episode == number][mask[episode == number]]
+        assert found.tolist() == pytest.approx(whole[row][whole[row] > 0].tolist())
+    assert weights[~mask].abs().max() == 0
+
+
+@pytest.mark.parametrize("name", AGGREGATIONS)
 def test_no_action_at_all_has_no_weight(name):
     weights = token_weights(torch.zeros(2, 3, dtype=torch.bool), torch.tensor([0, 1]), 2, name, 9)
     assert weights.abs().max() == 0

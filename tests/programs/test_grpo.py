@@ -115,6 +115,62 @@ def test_the_gradient_does_not_depend_on_micro_batches_padding_or_sharing(change
     assert_same_gradients(gradients_of(policy, whole, batch.select(order)), expected, atol=2e-6)
 
 
+def in_two_rows(rollout, scores: Scores):
+    """The same responses, two of them cut in two rows: the second has the first one's actions as its context."""
+    rows, episode = [0, 0, 1, 2, 3, 4, 5, 5, 6, 7], torch.tensor([0, 0, 1, 2, 3, 4, 5, 5, 6, 7])
+    cut = dataclasses.replace(rollout.select(torch.tensor(rows)), episode=episode)
+    for first in (0, 6):
+        places = cut.action_mask[first].nonzero()[:, 0]
+        cut.action_mask[first, places[1:]] = False
+        cut.attention_mask[first, places[1] + 1 :] = False
+        cut.action_mask[first + 1, places[0]] = False
+    cut.logprobs, cut.ref_logprobs = cut.logprobs * cut.action_mask, cut.ref_logprobs * cut.action_mask
+    return cut, scores.select(torch.tensor(rows))
+
+
+OF_ROWS = ("overlong_filter", "importance_sampling_level", "normalize_advantages")  # what sees rows, not episodes
+
+
+@pytest.mark.parametrize("changes", [one for one in SETTINGS if not {*OF_ROWS} & {*one}], ids=str)
+def test_an_episode_of_several_rows_counts_once(changes, policy):
+    args, given = grpo_args(**changes), scores_of([1.0, 0.0, 0.5, 2.0, math.nan, 0.25, 1.0, 3.0])
+    torch.manual_seed(0)
+    made = rollout()
+    whole, cut = estimate_advantages(args, made, given), estimate_advantages(args, *in_two_rows(made, given))
+    assert len(cut) == 10 and torch.equal(cut.advantages.amax(1)[[0, 2, 3]], whole.advantages.amax(1)[:3])
+    assert_same_gradients(gradients_of(policy, args, cut), gradients_of(policy, args, whole), atol=2e-6)
+    assert_same_gradients(
+        gradients_of(policy, dataclasses.replace(args, micro_batch_size=1), cut), gradients_of(policy, args, whole)
+    )
+
+
+def test_an_own_advantage_and_the_scoring_see_an_episode_once():
+    args = grpo_args(advantage="helpers.rewards:median_advantage")
+    given = scores_of([1.0, 0.0, 0.5, 2.0, 0.75, 0.25, 1.0, 3.0])
+    made = rollout()
+    cut, scores = in_two_rows(made, given)
+    whole = estimate_advantages(args, made, given).advantages.sum(1) / made.action_mask.sum(1)
+    found = estimate_advantages(args, cut, scores).advantages.sum(1) / cut.action_mask.sum(1)
+    assert torch.equal(found, whole[cut.episode]) and whole.abs().max() > 0
+    seen: list[int] = []
+
+    def reward(prompts, completions, completion_ids, **columns):
+        seen.extend(map(len, completion_ids))
+        return [float(len(ids)) for ids in completion_ids]
+
+    cut.texts = [("", "")] * len(cut)
+    scored = Rewards([FunctionScorer(reward)], ("reward",), torch.ones(1))(cut)
+    assert seen == [len(row) for row in RESPONSES] and scored.total.tolist() == [seen[i] for i in cut.episode]
+
+
+def test_minibatches_keep_episodes_whole():
+    torch.manual_seed(0)
+    cut, scores = in_two_rows(rollout(), scores_of([1.0, 0.0, 0.5, 2.0, math.nan, 0.25, 1.0, 3.0]))
+    batch = estimate_advantages(grpo_args(), cut, scores)
+    parts = [part.episode.tolist() for part in minibatches(batch, 1, 8, torch.Generator().manual_seed(1))]
+    assert sorted(map(len, parts)) == [1, 1, 1, 1, 1, 1, 2, 2] and all(len({*part}) == 1 for part in parts)
+
+
 @pytest.mark.parametrize("entropy_coeff", [0.0, 0.3])
 @pytest.mark.parametrize("name", AGGREGATIONS)
 def test_ranks_add_up_to_the_gradient_of_one(name, entropy_coeff, policy):
