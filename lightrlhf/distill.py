@@ -45,7 +45,7 @@ from lightrlhf.generation.rollout_sampler import RolloutSampler
 from lightrlhf.models.given import load_start
 from lightrlhf.models.roles import Policy, policy_inputs
 from lightrlhf.teachers.drift import Drift
-from lightrlhf.teachers.lesson import VALUES, Lesson, TaughtBatch, action_values, make_teacher, teach
+from lightrlhf.teachers.lesson import VALUES, Lesson, TaughtBatch, action_values, make_teacher, present, teach
 from lightrlhf.training.rollout_log import append_rollouts, log_samples, num_logged, rollout_rows, writing_rollouts
 from lightrlhf.training.run import Metrics, OnStep, Run
 from lightrlhf.training.start import begin, check_prompts
@@ -53,7 +53,7 @@ from lightrlhf.training.start import begin, check_prompts
 
 @dataclass(frozen=True, kw_only=True)
 class DistillArgs(
-    flags.TrainArgs,
+    flags.FrozenModelsArgs,
     flags.DataSetsArgs,
     flags.EvalArgs,
     flags.StartArgs,
@@ -184,7 +184,8 @@ def update(run: Run[DistillArgs], model: nn.Module, teacher: nn.Module, batch: B
     lesson = teach(run, model, teacher, batch, learned)
     num_rows = math.ceil(run.ranks.total(len(batch)) / run.ranks.world_size)
     parts = torch.arange(len(batch)).tensor_split(math.ceil(num_rows / args.mini_batch_size))
-    metrics = [update_minibatch(run, model, lesson, learned.select(rows)) for rows in parts]
+    with present(lesson):
+        metrics = [update_minibatch(run, model, lesson, learned.select(rows)) for rows in parts]
     means = {name: sum(row[name] for row in metrics) / len(metrics) for name in metrics[0]}
     return means | lesson.counts() | (length_metrics(run, batch) if isinstance(batch, Rollout) else {})
 

@@ -53,7 +53,7 @@ from lightrlhf.models.given import load_start
 from lightrlhf.models.roles import Policy, policy_inputs
 from lightrlhf.rewards import functions, kl, loading, own_functions
 from lightrlhf.rewards.rewards import Rewards
-from lightrlhf.teachers.lesson import Lesson, TaughtBatch, Term, make_teacher, teach
+from lightrlhf.teachers.lesson import Lesson, TaughtBatch, Term, make_teacher, present, teach
 from lightrlhf.training.ranks import LocalRanks, Ranks
 from lightrlhf.training.rollout_log import log_rollouts
 from lightrlhf.training.run import Metrics, OnStep, Run
@@ -370,7 +370,8 @@ def update(
         for epoch in range(args.ppo_epochs)
         for minibatch in minibatches(batch, args.mini_batch_size, num_rows, run.ranks.generator(step, epoch, -2))
     )
-    metrics = [update_minibatch(run, model, minibatch, loss, lesson) for minibatch in parts]
+    with present(lesson):
+        metrics = [update_minibatch(run, model, minibatch, loss, lesson) for minibatch in parts]
     known = {name: [row[name] for row in metrics if not math.isnan(row[name])] for name in metrics[0]}
     return {name: sum(values) / len(values) if values else math.nan for name, values in known.items()}
 

@@ -50,7 +50,7 @@ from lightrlhf.models.roles import Policy, ScalarModel, policy_inputs
 from lightrlhf.rewards import functions, kl
 from lightrlhf.rewards.loading import make_rewards
 from lightrlhf.rewards.rewards import Rewards
-from lightrlhf.teachers.lesson import Lesson, TaughtBatch, Term, make_teacher, teach
+from lightrlhf.teachers.lesson import Lesson, TaughtBatch, Term, make_teacher, present, teach
 from lightrlhf.training.rollout_log import log_rollouts
 from lightrlhf.training.run import Metrics, OnStep, Run
 from lightrlhf.training.start import begin, check_prompts
@@ -330,11 +330,12 @@ def update(
         for minibatch in minibatches(batch, args.mini_batch_size, num_rows, run.ranks.generator(step, epoch))
     )
     metrics = []
-    for minibatch in parts:
-        metrics.append(update_minibatch(run, actor, critic, minibatch, lesson))
-        approxkl = metrics[-1]["policy/approxkl"]  # over all ranks, so they all stop here
-        if args.max_kl is not None and approxkl > args.max_kl:
-            break
+    with present(lesson):
+        for minibatch in parts:
+            metrics.append(update_minibatch(run, actor, critic, minibatch, lesson))
+            approxkl = metrics[-1]["policy/approxkl"]  # over all ranks, so they all stop here
+            if args.max_kl is not None and approxkl > args.max_kl:
+                break
     means = {name: sum(row[name] for row in metrics) / len(metrics) for name in metrics[0]}
     run.learners.skip_updates(args.ppo_epochs * math.ceil(num_rows / args.mini_batch_size) - len(metrics))
     return means | {"policy/updates": len(metrics)}

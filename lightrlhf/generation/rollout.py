@@ -115,15 +115,15 @@ def score_top(policy: Policy, batch: Batch, count: int, batch_size: int) -> tupl
 
     -> (B, T-1, K) each, int64 and float32, on the host, with K = `count` or the size of the vocabulary.
     """
-    device = device_of(policy)
     size = min(count, vocabulary_size(policy))
-    out = torch.zeros(*batch.action_mask.shape, 2 * size, device=device)
 
     def function(logits: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
         top = logits.log_softmax(-1).topk(size)  # (n, K)
         return logits.new_zeros(()), torch.cat([top.indices.float(), top.values], 1)  # ids below 2^24 are exact
 
-    with inference(policy):
+    with on_device(policy), inference(policy):
+        device = device_of(policy)
+        out = torch.zeros(*batch.action_mask.shape, 2 * size, device=device)
         for rows in inference_batches(batch.attention_mask.sum(1), batch_size, device):
             part = batch.select(rows)
             _, values = policy(**policy_inputs(part), function=function, with_stats=False)  # (N, 2 K)

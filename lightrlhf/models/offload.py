@@ -9,7 +9,7 @@ Left out: models that share weights with a trained one; copying a layer while th
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import nn
@@ -62,13 +62,10 @@ def offload(module: nn.Module, device: torch.device) -> None:
 
 @contextmanager
 def on_device(module: nn.Module) -> Iterator[None]:
-    """Context manager: the parameters of an offloaded module are on its device. Does nothing to another module."""
-    weights: HostWeights | None = getattr(module, OFFLOADED, None)
-    if weights is None or weights.is_there:
+    """Context manager: the parameters of offloaded modules, this one or parts of it, are on their device."""
+    with ExitStack() as stack:
+        for weights in [vars(part)[OFFLOADED] for part in module.modules() if OFFLOADED in vars(part)]:
+            if not weights.is_there:
+                stack.callback(weights.release)
+                weights.fetch()
         yield
-        return
-    weights.fetch()
-    try:
-        yield
-    finally:
-        weights.release()

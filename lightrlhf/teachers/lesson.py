@@ -10,6 +10,7 @@ Three estimators, by the known part of the teacher's distribution:
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
@@ -23,6 +24,7 @@ from lightrlhf.data.types import PreTrainedModel, Tokenizer
 from lightrlhf.maths import distillation, groups
 from lightrlhf.maths.head import LogitFunction
 from lightrlhf.models.forward import inference
+from lightrlhf.models.offload import on_device
 from lightrlhf.models.roles import Policy, policy_inputs
 from lightrlhf.models.sharding import gather_shards
 from lightrlhf.teachers.teacher import (
@@ -178,13 +180,21 @@ def make_teacher(given: PreTrainedModel | Policy | None, run: Run[Any], student:
         one_each = [load_teacher(None, args, student, tokenizer, name) for name in args.teacher_models.values()]
         if not all(isinstance(one, Policy) for one in one_each):
             raise UsageError(f"{FLAG}: several teachers need the student's tokenizer")
-        return Teachers(one_each).requires_grad_(False).eval().to(run.device)
+        return frozen(run, Teachers(one_each))
     teacher = load_teacher(given, args, student, tokenizer, next(iter(args.teacher_models.values()), None))
-    teacher = teacher.requires_grad_(False).eval().to(run.device)  # no reference, so `--offload` leaves it there
-    if isinstance(teacher, AverageTeacher):
-        run.checkpoints.others.append(teacher.state)
-        if run.resumed:
-            teacher.restore([value.to(run.device) for value in run.resumed["extra"]["teacher"]])
+    if not isinstance(teacher, AverageTeacher):
+        return frozen(run, teacher)
+    teacher = teacher.requires_grad_(False).eval().to(run.device)  # its weights move, so `run.freeze` is not for them
+    run.checkpoints.others.append(teacher.state)
+    if run.resumed:
+        teacher.restore([value.to(run.device) for value in run.resumed["extra"]["teacher"]])
+    return teacher
+
+
+def frozen(run: Run[Any], teacher: nn.Module) -> nn.Module:
+    """A teacher whose policies are frozen as a reference is."""
+    for policy in [part for part in teacher.modules() if isinstance(part, Policy)]:
+        run.freeze(policy)
     return teacher
 
 
@@ -242,6 +252,11 @@ def teach(
     return lesson
 
 
+def present(lesson: Lesson | None) -> AbstractContextManager[None]:
+    """Context manager: the teacher is on the device where it computes its distribution beside the student's."""
+    return on_device(lesson.teacher) if lesson and lesson.told is None else nullcontext()
+
+
 class Term:
     """The divergence of a mini-batch from a teacher, as a term of another loss."""
 
@@ -276,7 +291,7 @@ def values_of(lesson: Lesson, model: nn.Module, batch: Batch) -> Tensor:
     run, module = lesson.run, cast(Policy, getattr(model, "module", model))
     out = torch.zeros(*batch.action_mask.shape, len(VALUES), device=run.device)
     taught = batch.extend(TaughtBatch, logprobs=None, place=torch.arange(len(batch)))
-    with inference(module), run.autocast(), gather_shards(module):
+    with present(lesson), inference(module), run.autocast(), gather_shards(module):
         for rows in inference_batches(batch.attention_mask.sum(1), run.args.rollout_mini_batch_size, run.device):
             part = taught.select(rows).to(run.device)
             _, values = module(**policy_inputs(part), function=lesson.function(part), with_stats=False)

@@ -6,7 +6,7 @@ from helpers import CPU, PAIRS, metrics, tiny_policy
 from helpers.errors import refused
 from torch import nn
 
-from lightrlhf import grpo, ppo, rm, sft
+from lightrlhf import distill, grpo, ppo, rm, sft
 from lightrlhf.cli.groups import ModelArgs
 from lightrlhf.data.batch import preference_batch
 from lightrlhf.models import frozen
@@ -26,7 +26,7 @@ def test_parameters_are_on_the_device_within_the_context_alone():
     offload(policy, META)
     head, embedding = policy.model.get_output_embeddings(), policy.model.get_input_embeddings()
     for _ in range(2):
-        with on_device(policy), on_device(policy):
+        with on_device(nn.ModuleList([policy])), on_device(policy):
             assert {p.device for p in policy.parameters()} == {META} and head.weight is embedding.weight
             assert not any(p.requires_grad for p in policy.parameters())
         assert {p.device.type for p in policy.parameters()} == {"cpu"} and head.weight is embedding.weight
@@ -53,8 +53,10 @@ def test_other_modules_are_left_alone():
 
 
 def test_a_cpu_has_nothing_to_offload_to(base_model, cafe_data, tmp_path, capsys):
-    flags = ["--data_dir", str(cafe_data), "--log_dir", str(tmp_path), "--model_name", str(base_model), *FLAGS, LENGTH]
-    assert "the memory of this device is the host's own" in refused(capsys, ppo.main, *flags, "--offload=True")
+    flags = ["--data_dir", str(cafe_data), "--log_dir", str(tmp_path), "--model_name", str(base_model), *FLAGS]
+    for program, own in ((ppo, LENGTH), (distill, f"--teacher={base_model}")):
+        given = refused(capsys, program.main, *flags, own, "--offload=True")
+        assert "the memory of this device is the host's own" in given
 
 
 # --------------------------------------------------------------------------------------- all weights are trained
@@ -91,11 +93,24 @@ def test_kl_is_0_at_the_start_where_bfloat16_has_the_weights(kind, precision, ba
         assert 0 < abs(kl[0]) < 0.01
 
 
+@pytest.mark.parametrize("kind", ["published", "trained"])
+def test_a_teacher_is_held_as_a_reference_is(kind, bases, cafe_data, tmp_path):
+    """The student is its own: the KL begins at 0 where bfloat16 has the weights, and the run is the same."""
+    given = f"--teacher={bases[kind]}", "--learning_rate=1e-3"
+    plain = run(distill, bases[kind], cafe_data, tmp_path / "a", *given)
+    held = run(distill, bases[kind], cafe_data, tmp_path / "b", *given, "--base_dtype=bfloat16")
+    kl, other = ([row["objective/kl"] for row in rows] for rows in (held, plain))
+    print(kind, kl, other)
+    assert kl[0] == pytest.approx(0, abs=1e-6) and kl == other if kind == "published" else 1e-6 < kl[0] < 0.01
+
+
 def test_flags_without_a_frozen_model_are_refused(base_model, cafe_data, tmp_path, capsys):
     where = ["--data_dir", cafe_data, "--log_dir", tmp_path, "--model_name", base_model, *FLAGS]
     for more in (["--init_kl_coeff=0"], ["--finetune_mode=last_layer", "--init_kl_coeff=0.1"]):
         words = [*where, LENGTH, "--num_generations=2", "--mini_batch_size=8", *more, "--base_dtype=bfloat16"]
         assert "--base_dtype bfloat16" in refused(capsys, grpo.main, *words)
+    words = [*where, "--own_teacher=average", "--privileged_column=x", "--base_dtype=bfloat16"]  # its weights move
+    assert "--base_dtype bfloat16" in refused(capsys, distill.main, *words)
     assert "--finetune_mode lora" in refused(capsys, sft.main, *where[:6], "--base_dtype=bfloat16")
     sharded = ["--finetune_mode=lora", "--strategy=fsdp", "--devices=2"]
     assert "--strategy fsdp" in refused(capsys, ppo.main, *where, LENGTH, *sharded, "--base_dtype=bfloat16")

@@ -1,6 +1,7 @@
 """Every training program on a device that is not the CPU: the same figures, the same files, resumed bit by bit."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -149,29 +150,41 @@ def test_texts_in_a_row_give_the_figures_of_padded_ones_and_read_nothing(runs, t
         assert furthest[0] <= 0.03, (name, furthest)
 
 
-OFFLOADING = {"ppo": 2, "grpo": 2, "online_refuel": 2, "reflect_rl": 1}  # models that are offloaded
+SCORED, LEARNED = ["--rm_experiment_dir", "SCORED"], ["--teacher_coeff", "0.5", "--teacher", "TEACHER"]
+OFFLOADING = {  # a program, its flags, and how many of its models are offloaded
+    "ppo": ("ppo", SCORED, 2),
+    "grpo": ("grpo", SCORED, 2),
+    "online_refuel": ("online_refuel", SCORED, 2),
+    "reflect_rl": ("reflect_rl", ["--init_kl_coeff", "0.1"], 1),
+    "distill": ("distill", [], 1),
+    "likeliest tokens": ("distill", ["--estimator", "top_k"], 1),
+    "sampled tokens": ("distill", ["--estimator", "k1"], 1),
+    "teacher of PPO": ("ppo", LEARNED, 2),
+    "teacher of GRPO": ("grpo", LEARNED, 2),
+}
+AT_FIRST = ("grpo", "distill")
 
 
 @pytest.mark.parametrize(
-    "programs",
-    [("grpo",), pytest.param(tuple({*OFFLOADING} - {"grpo"}), marks=pytest.mark.slow)],
-    ids=["grpo", "others"],
+    "names",
+    [AT_FIRST, pytest.param(tuple(name for name in OFFLOADING if name not in AT_FIRST), marks=pytest.mark.slow)],
+    ids=["first", "others"],
 )
-def test_offloaded_models_are_on_the_device_for_their_passes_alone(programs, runs, tmp_path):
+def test_offloaded_models_are_on_the_device_for_their_passes_alone(names, runs, tmp_path):
     """Figures are the same bit by bit, in bfloat16 too."""
     scored = trained("rm", *runs.flags("rm", tmp_path / "rm", *FIXED, steps=1))
-    found = {}
+    words, found = {"SCORED": scored, "TEACHER": runs.teacher}, {}
     for way in ("True", "False"):
         calls = {}
-        for name in programs:
-            more = ["--base_dtype", "bfloat16", "--offload", way]
-            more += ["--init_kl_coeff", "0.1"] if name in ("grpo", "reflect_rl") else []
-            more += ["--rm_experiment_dir", str(scored)] if OFFLOADING[name] == 2 else []
-            calls[name] = (f"lightrlhf.{name}", runs.flags(name, tmp_path / way / name, *FIXED, *more, *THERE, steps=2))
+        for name in names:
+            program, flags, _ = OFFLOADING[name]
+            more = [re.sub("SCORED|TEACHER", lambda word: str(words[word[0]]), flag) for flag in flags]
+            more += ["--base_dtype", "bfloat16", "--offload", way, *FIXED, *THERE]
+            calls[name] = (f"lightrlhf.{program}", runs.flags(program, tmp_path / way / name, *more, steps=2))
         found[way] = there(calls, changes=["offload"])
-    for name in programs:
+    for name in names:
         seen = found["True"][name]["offloaded"]
-        assert seen["models"] == OFFLOADING[name] and seen["fetched"] >= 2 and not seen["left"], (name, seen)
+        assert seen["models"] == OFFLOADING[name][2] and seen["fetched"] >= 2 and not seen["left"], (name, seen)
         assert found["False"][name]["offloaded"]["models"] == 0
         assert figures(tmp_path / "True" / name) == figures(tmp_path / "False" / name)
 

@@ -19,7 +19,7 @@ class TrainArgs(RunArgs, OptimizerArgs, DeviceArgs, ModelArgs):
 
 @dataclass(frozen=True, kw_only=True)
 class FrozenModelsArgs(TrainArgs):
-    """Flags of programs with models that are not trained: a reference, a reward model."""
+    """Flags of programs with models that are not trained: a reference, a reward model, a teacher."""
 
     base_dtype: Literal["float32", "bfloat16"] = flag(
         "float32",
@@ -27,9 +27,9 @@ class FrozenModelsArgs(TrainArgs):
         excludes={"load_in_8bit": True, "load_in_4bit": True, "init_lora_weights": PARTS},
         show="rarely",
     )
-    """Dtype of frozen weights in memory: under adapters, of reference and reward model."""
+    """Dtype of frozen weights in memory: under adapters, of reference, reward model and teacher."""
     offload: bool = flag(False, show="rarely")
-    """Keep reference and reward model in the host's memory while they are not used; not on a CPU."""
+    """Keep reference, reward model and teacher in the host's memory while they are not used; not on a CPU."""
 
     def _check(self) -> None:
         if self.holds_base and self.strategy in SHARDED:
