@@ -10,6 +10,7 @@ from helpers.errors import error_naming, refused
 from examples.experiments import (
     claims,
     critic_free_cafe,
+    distilled_cafe,
     grpo_switches,
     hidden_map,
     macro_actions,
@@ -132,6 +133,7 @@ ARMS = {
     "online_cafe": online_cafe.ARMS,
     "grpo_switches": grpo_switches.ARMS,
     "critic_free_cafe": critic_free_cafe.METHODS,
+    "distilled_cafe": distilled_cafe.ARMS,
     "real_reasoning": real_reasoning.ARMS,
     "unit_tests": unit_tests.ARMS,
 } | {f"reflect_rl_{task}": reflect_rl.ARMS | reflect_rl.CONTROLS for task in reflect_rl.TASKS}

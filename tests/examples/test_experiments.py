@@ -17,6 +17,7 @@ from helpers.pages import args_class
 from examples.experiments import (
     cafe_methods,
     critic_free_cafe,
+    distilled_cafe,
     grpo_switches,
     hidden_map,
     macro_actions,
@@ -216,6 +217,7 @@ FLAGS = {
         *(quickstart.SFT, hidden_map.SFT, macro_actions.LETTER_SFT | macro_actions.QUIET, reward_hack.SFT),
         *(reasoning.BASE_SFT, reasoning.SFT, reasoning.RAFT, grpo_switches.SFT),
         *(real_reasoning.FORMAT, real_reasoning.RAFT, real_dialogues.SFT, unit_tests.SFT),
+        *(distilled_cafe.STUDENT_SFT, distilled_cafe.ARMS["SFT on the teacher"][1]),
     ],
     "lightrlhf.rm": [quickstart.RM, real_dialogues.RM],
     "lightrlhf.ppo": [
@@ -228,6 +230,7 @@ FLAGS = {
         *(grpo_switches.GRPO, *grpo_switches.ARMS.values()),
         *(reward_hack.GRPO | reward_hack.QUIET, reasoning.GRPO, real_reasoning.GRPO, real_dialogues.GRPO),
     ],
+    "lightrlhf.distill": [distilled_cafe.ARMS[f"distill, {name}"][1] for name in ("position", "sequence")],
     "lightrlhf.dpo": [online_cafe.DPO, real_dialogues.DPO],
     "lightrlhf.online_dpo": [online_cafe.ONLINE, hidden_map.ONLINE, *hidden_map.ARMS.values()],
     "lightrlhf.iterative_refuel": [
