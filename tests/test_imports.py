@@ -23,7 +23,7 @@ FLOORS = [  # from the ground up: a room imports only rooms below its own floor
     {"rewards"},
     {"generation"},
     {"envs", "teachers"},
-    {"demo", "evaluation", "serving"},
+    {"checks", "demo", "evaluation", "serving"},
 ]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 TABLE = {"lightrlhf", "lightrlhf.programs"}  # the version, and the table of programs
