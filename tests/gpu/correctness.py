@@ -31,7 +31,7 @@ from lightrlhf.models import varlen
 from lightrlhf.models.loading import switch_off_dropout
 from lightrlhf.models.probes import enable_packing
 from lightrlhf.storage.checkpoint import checkpoints
-from tests.gpu.setting import Figures, Row, Setting, needs
+from tests.gpu.setting import Figures, LeftOut, Row, Setting, needs
 
 BOUNDS = {"32-true": 1e-4, "bf16-mixed": 0.05, "16-mixed": 0.02}  # of a figure, relative where it is above 1
 STEPS = 4
@@ -311,6 +311,8 @@ def flash(at: Setting) -> Figures:
 def four_bit(at: Setting) -> Figures:
     """LoRA on weights of 4 bits: the first loss is near the one of the weights before rounding."""
     needs("bitsandbytes")
+    if at.device == "second":
+        raise LeftOut("bitsandbytes has kernels of CUDA and of the CPU")
     from helpers import save_model
 
     from lightrlhf.models.tokenizer import load_tokenizer

@@ -35,7 +35,7 @@ def peak(algorithm: str, setting: str) -> Callable[[Setting], Figures]:
         made, given = run_of(algorithm, whole.config.vocab_size, micro, length, new)
         train(at, algorithm, whole, given, **flags, **made)
         if not at.is_cuda:
-            return {"estimate": expected, "shown": f"estimate {expected / GIB:.2f} GiB; a CPU has no such peak"}
+            return {"estimate": expected, "shown": f"estimate {expected / GIB:.2f} GiB; only a card has such a peak"}
         found = torch.cuda.max_memory_allocated()
         shown = f"{found / GIB:.2f} GiB, estimate {expected / GIB:.2f} ({expected / found - 1:+.1%})"
         return {"peak": found, "reserved": torch.cuda.max_memory_reserved(), "estimate": expected, "shown": shown}
@@ -73,7 +73,8 @@ def estimated(
 ) -> float:
     """Bytes at the peak, less a reward model that has a base of its own."""
     options: dict[str, Any] = {"micro_batch_size": micro, "sequence_length": length, "precision": "bf16-mixed"}
-    options |= {"max_new_tokens": new, "rollout_mini_batch_size": 8, "num_generations": 4, "accelerator": at.device}
+    options |= {"max_new_tokens": new, "rollout_mini_batch_size": 8, "num_generations": 4}
+    options |= {"accelerator": "cpu" if at.device == "cpu" else "cuda"}
     args = EstimateArgs(algorithm=algorithm, model_name="1B", **options, **flags)  # the config has the sizes
     found = estimate(args, config(at, size))["peak"]
     if algorithm in ("grpo", "ppo") and flags["finetune_mode"] == "all":
