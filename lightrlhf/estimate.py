@@ -17,16 +17,13 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from lightrlhf import cpu
 from lightrlhf.cli.errors import UsageError, first_line, one_line_errors
@@ -38,10 +35,11 @@ from lightrlhf.data.types import PreTrainedModel
 from lightrlhf.generation import graphs
 from lightrlhf.generation.engine import no_gradients
 from lightrlhf.generation.slots import Slots
-from lightrlhf.maths.head import head_logprobs, logit_rows
+from lightrlhf.maths.head import LogitFunction, head_logprobs, head_sum, logit_rows
 from lightrlhf.models import forward, frozen, loading, lora, names, offload, quantisation
 from lightrlhf.storage.results import print_table
-from lightrlhf.training.memory import FLOAT, GIB, MOMENTS, QUANTISED
+from lightrlhf.teachers.lesson import judge_exactly
+from lightrlhf.training.memory import FLOAT, GIB, MOMENTS, QUANTISED, Meter
 
 UNITS = {"M": 1e6, "B": 1e9}
 MOST = 1024  # examples of a micro-batch
@@ -52,14 +50,16 @@ RESERVE = 2.0  # GiB of a device for its libraries (0.5 to 1 GiB) and what the a
 class EstimateArgs(ModelArgs):
     """Estimate the memory of a training run on one device."""
 
-    algorithm: Literal["sft", "rm", "ppo", "grpo", "dpo"] = "sft"
+    algorithm: Literal["sft", "rm", "ppo", "grpo", "dpo", "distill"] = "sft"
     """Program of the run; `ppo` and `grpo` include a reward model as large as the policy, `grpo` has no KL."""
+    teacher: str | None = None
+    """PPO, GRPO, distillation: a teacher beside the policy, as `model_name`; else distillation's is the start."""
     share_backbone: bool = True
     """PPO or GRPO with `finetune_mode` lora: share the base weights among all roles."""
     base_dtype: Literal["float32", "bfloat16"] = flag("float32", needs={})
-    """Dtype of frozen weights in memory: under adapters, of reference and reward model."""
+    """Dtype of frozen weights in memory: under adapters, of reference, reward model and teacher."""
     offload: bool = False
-    """PPO, GRPO: models that are not trained lie in the host's memory while they are not used."""
+    """Models that are not trained lie in the host's memory while they are not used."""
     optimizer: Literal["AdamW", "Adam", "AdamW8bit", "PagedAdamW32bit"] = "AdamW"
     """Optimiser of the run."""
     precision: Literal["32-true", "bf16-mixed", "16-mixed"] = "32-true"
@@ -67,13 +67,13 @@ class EstimateArgs(ModelArgs):
     micro_batch_size: int = at_least(1, 8)
     """Examples per forward and backward pass; a pair counts as one."""
     num_generations: int = at_least(1, 8)
-    """GRPO: responses per prompt; the prompt is encoded once."""
+    """GRPO, distillation: responses per prompt; the prompt is encoded once."""
     rollout_mini_batch_size: int = at_least(1, 32)
-    """PPO, GRPO: slots of the generation engine, rows decoded at a time."""
+    """Sampling programs: slots of the generation engine, rows decoded at a time."""
     sequence_length: int = at_least(1, 512)
     """Tokens of an example, prompt plus response."""
     max_new_tokens: int = at_least(1, 128)
-    """PPO, GRPO: longest response."""
+    """Sampling programs: longest response."""
     accelerator: Literal["cuda", "cpu"] = "cuda"
     """Device of the run; on a CPU, passes without gradients use fewer rows."""
     memory_gb: float | None = positive(None)
@@ -85,18 +85,25 @@ class EstimateArgs(ModelArgs):
                 "--model_name is required: a hub name, a folder, an experiment dir, or a size such as 1.5B"
             )
         rounds = self.base_dtype == "bfloat16" and self.finetune_mode != "lora"
-        if not self.samples and (self.offload or rounds):
+        if not self.has_frozen and (self.offload or rounds):
             given = "--offload True" if self.offload else "--base_dtype bfloat16"
             raise ValueError(
                 f"{given} with --finetune_mode {self.finetune_mode}: {self.algorithm} has no frozen model; leave it out"
             )
+        if self.teacher and not self.samples:
+            raise ValueError(f"--teacher {self.teacher}: {self.algorithm} has no teacher; leave it out")
         if self.offload and self.accelerator == "cpu":
             raise ValueError(offload.REFUSAL)
 
     @property
     def samples(self) -> bool:
         """Whether the run samples responses."""
-        return self.algorithm in ("ppo", "grpo")
+        return self.algorithm in ("ppo", "grpo", "distill")
+
+    @property
+    def has_frozen(self) -> bool:
+        """Whether the run has a model that shares no weights with a trained one."""
+        return self.samples and (self.algorithm != "distill" or bool(self.teacher) or self.finetune_mode == "all")
 
     @property
     def prompt_length(self) -> int:
@@ -113,21 +120,21 @@ def run(args: EstimateArgs) -> dict[str, float]:
 
 
 # ------------------------------------------------------------------------------------------------------------ the model
-def config_of(args: EstimateArgs) -> Any:
-    """The Hugging Face config of `--model_name`. Raises: UsageError when there is none, or it is a reward model's."""
+def config_of(args: EstimateArgs, flag: Literal["model_name", "teacher"] = "model_name") -> Any:
+    """The Hugging Face config of a flag's model. Raises: UsageError when there is none, or it is a reward model's."""
     from transformers import AutoConfig
 
     names.quiet_libraries()
-    name = args.model_name or ""
+    name = getattr(args, flag) or ""
     if size := re.fullmatch(r"([\d.]+)([MB])", name):
         return llama_of(float(size[1]) * UNITS[size[2]])
-    source = names.base_name(names.resolve(name), "--model_name") or name
+    source = names.base_name(names.resolve(name), f"--{flag}") or name
     try:
         config = AutoConfig.from_pretrained(source, trust_remote_code=args.trust_remote_code)
     except (OSError, ValueError) as problem:
-        raise UsageError(f"--model_name {name}: {first_line(problem)}") from None
+        raise UsageError(f"--{flag} {name}: {first_line(problem)}") from None
     if names.holds_reward_model(source):
-        raise UsageError(f"--model_name {name} is a reward model; give the language model from which it was trained")
+        raise UsageError(f"--{flag} {name} is a reward model; give the language model from which it was trained")
     return config
 
 
@@ -205,13 +212,14 @@ class Sizes(NamedTuple):
     weights: float
     learning: int
     on_host: tuple[float, ...] = ()  # bytes of models that are on the device for their own passes alone
+    taught: float = 0.0  # bytes of the teacher, which is there in the update
 
 
-def sizes_of(args: EstimateArgs, model: PreTrainedModel, bits: int | None) -> Sizes:
+def sizes_of(args: EstimateArgs, model: PreTrainedModel, bits: int | None, teacher: PreTrainedModel | None) -> Sizes:
     """Weights of all roles, trained and frozen, that a run has on its device, and the number of trained parameters.
 
     A critic or reward model is the policy's body with a scalar head. A reference copies what is trained and shares the
-    rest. A reward model on another base, and a copy of all weights, are held in `--base_dtype`.
+    rest, as a teacher without a name does. Models on another base and copies of all weights are in `--base_dtype`.
     """
     width = model.config.get_text_config().hidden_size
     body = {id(p): p for p in model.base_model.parameters()}.values()
@@ -222,28 +230,39 @@ def sizes_of(args: EstimateArgs, model: PreTrainedModel, bits: int | None) -> Si
     if args.algorithm == "rm":
         return Sizes(scalar, scalar_trained)
     weights, learning = policy, policy_trained
-    whole, reward_model = frozen_bytes(args, model)
+    whole, reward_model = frozen_bytes(frozen_model(args, model.config))
     reference = whole if args.finetune_mode == "all" else FLOAT * policy_trained
+    taught = frozen_bytes(teacher)[0] if teacher is not None and args.teacher else 0.0
     if args.algorithm == "ppo":
         weights, learning = weights + reference, learning + scalar_trained
     if not args.samples:
         return Sizes(weights, learning)
+    if args.algorithm == "distill":
+        taught = taught or (0.0 if args.finetune_mode == "lora" else reference)
+        return Sizes(weights + taught, learning, (taught,) if args.offload else (), taught)
     if args.finetune_mode == "lora" and args.share_backbone:
         adapters = FLOAT * count_trainable(body)
         others = [adapters + FLOAT * width] * (2 if args.algorithm == "ppo" else 1)  # of the critic, a reward model
-        return Sizes(policy + sum(others), learning)
+        return Sizes(policy + sum(others) + taught, learning, (taught,) if args.offload else (), taught)
     on_host = (reward_model, reference) if args.algorithm == "ppo" and args.finetune_mode == "all" else (reward_model,)
-    weights += reward_model + (scalar if args.algorithm == "ppo" else 0)
-    return Sizes(weights, learning, on_host if args.offload else ())
+    weights += reward_model + taught + (scalar if args.algorithm == "ppo" else 0)
+    return Sizes(weights, learning, (*on_host, taught) if args.offload else (), taught)
 
 
-def frozen_bytes(args: EstimateArgs, model: PreTrainedModel) -> tuple[float, float]:
-    """Bytes of the policy's architecture as a frozen model is held: a language model, and a reward model."""
+def frozen_model(args: EstimateArgs, config: Any) -> PreTrainedModel:
+    """A language model as a frozen one is held, on the meta device."""
+    from transformers import AutoModelForCausalLM
+
     with torch.device("meta"):
-        whole: Any = type(model)(model.config).float()
+        whole: Any = AutoModelForCausalLM.from_config(config).float()
         if args.base_dtype == "bfloat16":
             frozen.hold(whole)
-    width = model.config.get_text_config().hidden_size
+    return whole.requires_grad_(False).eval()
+
+
+def frozen_bytes(whole: PreTrainedModel) -> tuple[float, float]:
+    """Bytes of a frozen language model, and of a reward model with its body."""
+    width = whole.config.get_text_config().hidden_size
     sizes = (sum(p.nbytes for p in part.parameters()) for part in (whole, whole.base_model))
     return next(sizes), next(sizes) + FLOAT * width
 
@@ -253,41 +272,6 @@ def count_trainable(parameters: Iterable[nn.Parameter]) -> int:
 
 
 # -------------------------------------------------------------------------------------------------------------- the run
-class Meter(TorchDispatchMode):
-    """Counts the bytes of tensors that are made and freed while it is active: those that live now, and the most."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.live: dict[int, int] = {}
-        self.now = self.most = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for value in tree_leaves(out):
-            if isinstance(value, Tensor):
-                self.note(value)
-        return out
-
-    def note(self, value: Tensor) -> None:
-        """Count a tensor's storage, once however many tensors view it."""
-        storage = value.untyped_storage()
-        key = storage._cdata
-        if key not in self.live:
-            self.live[key] = storage.nbytes()
-            self.now += storage.nbytes()
-            self.most = max(self.most, self.now)
-            weakref.finalize(storage, self._free, key)
-
-    def _free(self, key: int) -> None:
-        self.now -= self.live.pop(key)
-
-    def peak(self, task: Callable[..., None], *args: Any) -> int:
-        """Bytes that a task allocates at most beyond what lives when it begins."""
-        before = self.most = self.now
-        task(*args)
-        return self.most - before
-
-
 def estimate(args: EstimateArgs, config: Any = None) -> dict[str, float]:
     """Bytes of each part, and `peak`: weights, optimiser, and the larger of an update and a rollout.
 
@@ -298,14 +282,19 @@ def estimate(args: EstimateArgs, config: Any = None) -> dict[str, float]:
 
     config = config or config_of(args)
     model, bits = build(args, config)
-    weights, learning, on_host = sizes_of(args, model, bits)
+    teacher = None
+    if args.teacher or args.algorithm == "distill":
+        teacher = frozen_model(args, config_of(args, "teacher") if args.teacher else config)
+    weights, learning, on_host, taught = sizes_of(args, model, bits, teacher)
     fake = FakeTensorMode(allow_non_fake_inputs=True)  # active only where tensors are made: masks are looked at
     try:
         with fake:
-            give_storage(model)
+            for one in filter(None, (model, teacher)):
+                give_storage(one)
         with Meter() as meter:
-            for value in (*model.parameters(), *model.buffers()):
-                meter.note(value)
+            for one in filter(None, (model, teacher)):
+                for value in (*one.parameters(), *one.buffers()):
+                    meter.note(value)
             rollout = 0.0
             if args.samples:  # the largest model that waits on the host comes for its passes
                 passes = meter.peak(score, args, model, fake) + max(on_host, default=0.0)
@@ -313,7 +302,7 @@ def estimate(args: EstimateArgs, config: Any = None) -> dict[str, float]:
             for parameter in model.parameters():
                 if parameter.requires_grad:
                     parameter.grad = torch.empty_like(parameter)  # of earlier micro-batches
-            activations = meter.peak(update, args, model, fake)
+            activations = meter.peak(update, args, model, fake, teacher) + (taught if args.offload else 0)
     except UsageError:
         raise
     except Exception as problem:  # each architecture that looks at its data raises something else
@@ -344,7 +333,7 @@ def without_data(inputs: dict[str, Any], fake: Any) -> dict[str, Any]:
 
 def update_inputs(args: EstimateArgs, model: PreTrainedModel, rows: int, length: int, fake: Any) -> dict[str, Any]:
     """Inputs of a micro-batch; the rows of a group of GRPO share their prompt, where that costs less."""
-    if args.algorithm == "grpo" and rows > 1:
+    if args.algorithm in ("grpo", "distill") and rows > 1:
         number = torch.arange(rows)
         ids, mask = torch.zeros(rows, length, dtype=torch.int64), torch.ones(rows, length, dtype=torch.bool)
         ids[:, args.prompt_length :] = (number % args.num_generations)[:, None]
@@ -360,26 +349,49 @@ def autocast(args: EstimateArgs) -> AbstractContextManager:
     return nullcontext() if dtype is None else torch.autocast("cpu", dtype=dtype)
 
 
-def update(args: EstimateArgs, model: PreTrainedModel, fake: Any) -> None:
-    """Forward and backward pass of a micro-batch."""
+def update(args: EstimateArgs, model: PreTrainedModel, fake: Any, teacher: PreTrainedModel | None = None) -> None:
+    """Forward and backward pass of a micro-batch, judged by a teacher's whole distribution if there is one."""
     rows = args.micro_batch_size * (2 if args.algorithm in ("rm", "dpo") else 1)
     length = args.prompt_length + args.max_new_tokens if args.samples else args.sequence_length
     inputs = update_inputs(args, model, rows, length, fake)
+    count = rows * (args.max_new_tokens if args.samples else length - 1)
     with autocast(args):
+        function = None if teacher is None else judged(teacher, pass_inputs(teacher, rows, length, fake), count)
         states = model.base_model(**inputs).last_hidden_state  # (B, T, H)
         if args.algorithm == "rm":
             with fake:
                 head = nn.Linear(states.shape[-1], 1, bias=False)
             loss = head(states).float().sum()
         else:
-            count = rows * (args.max_new_tokens if args.samples else length - 1)
-            loss = logprobs(model, states, count, args.accelerator).sum()
+            by_token = logprobs(model, states, count, args.accelerator).sum() if args.algorithm != "distill" else 0
+            chunk = logit_rows(forward.embedding_rows(model), args.accelerator)
+            own = actions(states, count), model.get_output_embeddings()
+            loss = by_token + (head_sum(*own, function, chunk)[0] if function else 0)
     loss.backward()
+
+
+def judged(teacher: PreTrainedModel, inputs: dict[str, Any], count: int) -> LogitFunction:
+    """A teacher's judgement of the actions: hidden states now, logits (n, V) when they are wanted."""
+    with torch.no_grad():
+        states = actions(teacher.base_model(**inputs).last_hidden_state, count)  # (N, H)
+    head = torch.no_grad()(lambda rows: teacher.get_output_embeddings()(states[rows]).float())
+    judge = judge_exactly(head, torch.zeros(count, dtype=torch.int64), beta=1)
+
+    def function(logits: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
+        found = judge(logits, rows)
+        return found.loss.sum(), torch.stack(found, 1).detach()
+
+    return function
+
+
+def actions(states: Tensor, count: int) -> Tensor:
+    """Hidden states (N, H) of the actions; states: (B, T, H)."""
+    return states.flatten(0, 1)[torch.arange(count) % states[..., 0].numel()]
 
 
 def logprobs(model: PreTrainedModel, states: Tensor, count: int, device: str) -> Tensor:
     """Log-probabilities (N,) of the actions; states (B, T, H)."""
-    chosen = states.flatten(0, 1)[torch.arange(count) % states[..., 0].numel()]  # (N, H)
+    chosen = actions(states, count)  # (N, H)
     targets, rows = torch.zeros(count, dtype=torch.int64), logit_rows(forward.embedding_rows(model), device)
     return head_logprobs(chosen, model.get_output_embeddings(), targets, chunk_size=rows)[0]
 
@@ -393,7 +405,7 @@ class RoundedSlots(Slots):
 def sample(args: EstimateArgs, model: PreTrainedModel, fake: Any) -> None:
     """Prefill a rollout's slots, decode the last token, and prefill the prompts that come next."""
     slots = args.rollout_mini_batch_size
-    repeats = args.num_generations if args.algorithm == "grpo" else 1
+    repeats = args.num_generations if args.algorithm in ("grpo", "distill") else 1
     prompts = [[row // repeats % forward.embedding_rows(model)] * args.prompt_length for row in range(2 * slots)]
     prefixes: list[Any] | None = None
     if args.accelerator == "cuda":

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+import weakref
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from lightrlhf.cli.groups import SamplingArgs, TrainArgs
 
@@ -127,3 +130,38 @@ def memory_flags(args: TrainArgs, phase: str, wanted: float, learning: int, worl
 
 def gib(size: float) -> str:
     return f"{size / GIB:.2f} GiB"
+
+
+class Meter(TorchDispatchMode):
+    """Counts the bytes of tensors that are made and freed while it is active: those that live now, and the most."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live: dict[int, int] = {}
+        self.now = self.most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for value in tree_leaves(out):
+            if isinstance(value, Tensor):
+                self.note(value)
+        return out
+
+    def note(self, value: Tensor) -> None:
+        """Count a tensor's storage, once however many tensors view it."""
+        storage = value.untyped_storage()
+        key = storage._cdata
+        if key not in self.live:
+            self.live[key] = storage.nbytes()
+            self.now += storage.nbytes()
+            self.most = max(self.most, self.now)
+            weakref.finalize(storage, self._free, key)
+
+    def _free(self, key: int) -> None:
+        self.now -= self.live.pop(key)
+
+    def peak(self, task: Callable[..., None], *args: Any) -> int:
+        """Bytes that a task allocates at most beyond what lives when it begins."""
+        before = self.most = self.now
+        task(*args)
+        return self.most - before

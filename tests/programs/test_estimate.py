@@ -1,18 +1,25 @@
 """lightrlhf.estimate: exact where it claims to be, proportional elsewhere."""
 
+import dataclasses
 import json
 
 import pytest
 import torch
-from helpers import save_model, tiny_scalar
+from helpers import RunOfOneStep, save_model, tiny_scalar
 from helpers.errors import refused
+from helpers.rollouts import rollout_of
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
 from lightrlhf import estimate
 from lightrlhf.cli.groups import FrozenArgs, ModelArgs
-from lightrlhf.estimate import EstimateArgs, Meter, build, llama_of, main, update
+from lightrlhf.distill import DistillArgs, update_minibatch
+from lightrlhf.estimate import EstimateArgs, build, llama_of, main, update
 from lightrlhf.models.loading import load_policy, load_scalar
-from lightrlhf.models.roles import count_parameters
+from lightrlhf.models.probes import enable_packing
+from lightrlhf.models.roles import Policy, count_parameters
+from lightrlhf.teachers.lesson import Lesson, TaughtBatch
+from lightrlhf.teachers.teacher import Seen
+from lightrlhf.training.memory import Meter
 
 QWEN_7B = {  # Qwen2.5-7B as published: 7.6B parameters
     "hidden_size": 3584,
@@ -108,6 +115,54 @@ def test_tensors_without_data_take_what_real_ones_do(flags):
             parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
         real = meter.peak(update, args, model, None)
     assert estimate.estimate(args, config)["activations"] == real > 0
+
+
+def test_a_teacher_of_its_own_is_counted_and_one_that_shares_is_not(tmp_path, tokenizer, capsys):
+    folder = save_model("llama", tmp_path, tokenizer)
+    held = load_policy(str(folder), FrozenArgs(base_dtype="bfloat16"), tokenizer).model
+    size = sum(p.nbytes for p in held.parameters())
+    flags = ["--base_dtype", "bfloat16", "--teacher", str(folder)]
+    for program, other in (("distill", "sft"), ("grpo", "grpo")):
+        alone = parts(folder, "--algorithm", other, *(flags[:2] if other == "grpo" else []))
+        taught, away = (parts(folder, "--algorithm", program, *flags, "--offload", way) for way in ("False", "True"))
+        assert taught["weights"] == alone["weights"] + size and taught["gradients"] == alone["gradients"]
+        assert away["activations"] == taught["activations"] + size  # it is there in the update
+    assert parts(folder, "--algorithm", "distill")["weights"] == 2 * parts(folder)["weights"]
+    own = ["--finetune_mode", "lora"]
+    assert parts(folder, *own, "--algorithm", "distill")["weights"] == parts(folder, *own)["weights"]
+    for more in (["--teacher", str(folder)], ["--algorithm", "distill", *own, "--offload", "True"]):
+        assert more[-2] in refused(capsys, lambda words: parts(*words), folder, *more)
+
+
+@pytest.mark.slow
+def test_an_update_of_distillation_takes_what_is_estimated(monkeypatch):
+    shape = {"num_hidden_layers": 3, "vocab_size": 500, "num_attention_heads": 4, "num_key_value_heads": 2}
+    configs = [LlamaConfig(hidden_size=size, intermediate_size=2 * size, **shape) for size in (64, 128)]
+    sizes = {"num_generations": 4, "micro_batch_size": 4, "max_new_tokens": 16}
+    student, teacher = (Policy(AutoModelForCausalLM.from_config(config)) for config in configs)
+    enable_packing(student)
+    run = RunOfOneStep(
+        DistillArgs(data_dir="x", model_name="x", teacher="x", rollout_size=1, mini_batch_size=4, **sizes),
+        policy=student,
+    )
+    responses = torch.randint(2, 500, (4, 16)).tolist()
+    group = {"group": torch.zeros(4, dtype=torch.int64), "num_groups": 1}
+    batch = dataclasses.replace(rollout_of([[5] * 16] * 4, responses), **group)
+    learned = batch.extend(TaughtBatch, place=torch.arange(4))
+    lesson = Lesson(run, teacher.requires_grad_(False).eval(), batch.extend(Seen))
+    for parameter in student.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    monkeypatch.setattr(run, "optimize", lambda name: 0.0)
+    with Meter() as meter:
+        for role in (student, teacher):
+            for value in (*role.parameters(), *role.buffers()):
+                meter.note(value)
+        real = meter.peak(update_minibatch, run, student, lesson, learned)
+    monkeypatch.setattr(estimate, "config_of", lambda *_: configs[1])
+    args = EstimateArgs(
+        algorithm="distill", model_name="x", teacher="x", sequence_length=32, accelerator="cpu", **sizes
+    )
+    assert estimate.estimate(args, configs[0])["activations"] == pytest.approx(real, rel=0.02)
 
 
 @pytest.mark.slow
