@@ -7,8 +7,8 @@ reported as position bias. A person sees each pair once, blind and in random ord
 judge; neither a model at a server nor a person is asked about them.
 
 The results are wins, ties and losses of A with 95% intervals (Wilson's, which have a width even after three equal
-verdicts), the lengths, and the win rate at equal lengths (after Dubois et al. 2024, arXiv:2404.04475). Each verdict is
-written at once; an interrupted run resumes.
+verdicts), the lengths, the win rate at equal lengths (after Dubois et al. 2024, arXiv:2404.04475), and an e-value, by
+which one may stop at any time. Each verdict is written at once; an interrupted run resumes.
 
 `--sample` instead draws rows of the files, for a judge who cannot read all of them. Left out: ratings of more than two
 models, and the judging prompts of commercial benchmarks.
@@ -36,7 +36,7 @@ from lightrlhf.cli.parser import parse
 from lightrlhf.cli.paths import check_file
 from lightrlhf.data.responses import are_identical, read_responses
 from lightrlhf.data.splits import hash64
-from lightrlhf.evaluation.matching import match_rows, prompt_hash
+from lightrlhf.evaluation.matching import evidence, match_rows, prompt_hash
 from lightrlhf.generation.openai_client import RemoteArgs, Reply, Servers
 from lightrlhf.maths import length_control, ops
 from lightrlhf.models.loading import find_device
@@ -89,6 +89,7 @@ REMINDER = 'Your reply had no verdict. Reply with one line: "Verdict: A", "Verdi
 VERDICT = re.compile(r"verdict\W{1,6}(A|B|tie)\b", re.IGNORECASE)
 KEYS = {"1": "first", "2": "second", "3": "tie", "4": "skip"}
 SCORES = {"A": 1.0, "tie": 0.5, "B": 0.0}
+ENOUGH = 20.0  # e-value of a verdict, which is wrong in one of 20 comparisons at most
 WORTH = {"win": 1.0, "tie": 0.5, "loss": 0.0}
 Work = Callable[[Sequence[Row]], Iterator[Row]]  # pairs to records
 
@@ -355,6 +356,7 @@ def summary(records: Sequence[Row], seed: int) -> Row:
             values = scores if worth is None else array("d", (score == worth for score in scores))
             results[name] = sum(values) / len(values)
             results[f"{name}_interval"] = list(ops.share_interval(values, prompts))
+        results |= evidence(scores, prompts)
         rate, interval = length_control.length_controlled_win_rate(scores, lengths, prompts, seed)
         results |= {"length_controlled_win_rate": rate, "length_controlled_win_rate_interval": list(interval)}
         results |= {f"mean_length_{side}": sum(words) / len(words) for side, words in zip("ab", lengths)}
@@ -365,12 +367,25 @@ def summary(records: Sequence[Row], seed: int) -> Row:
     return results
 
 
+def verdict_so_far(results: Row) -> str:
+    """What the larger e-value says, in a sentence."""
+    value, better = max((results["e_value_a"], "A"), (results["e_value_b"], "B"))
+    if value < ENOUGH:
+        return f"no verdict: the larger e-value is {value:.1f}, and {ENOUGH:g} decides; judge more pairs"
+    return (
+        f"{better} is better: its e-value is {value:.3g}, however often you look. This compares two sets of weights; a "
+        "verdict on two methods needs seeds"
+    )
+
+
 def show(results: Row, output: Path) -> None:
-    """Print the results as a table."""
+    """Print the results as a table, and the verdict."""
     a, b = (Path(results[side]).stem for side in "ab")
     names = [name for name in results if name not in ("a", "b", "judge") and not name.endswith("_interval")]
     lines = [[name.replace("_", " "), cell(results, name)] for name in names]
     print_table(f"A: {a}   B: {b}   judge: {results['judge']}", ["", ""], lines)
+    if results["judged"]:
+        print(verdict_so_far(results))
     print(f"records: {output}")
 
 

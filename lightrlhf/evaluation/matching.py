@@ -1,4 +1,5 @@
-"""Rows of two files of responses that have the same prompt, matched by hashes, so that files may be large.
+"""Rows of two files of responses that have the same prompt, matched by hashes, so that files may be large; and what
+their comparison says when it may be looked at at any time.
 
 Left out: prompts that differ in white space or case, which are different ones here.
 """
@@ -6,14 +7,17 @@ Left out: prompts that differ in white space or case, which are different ones h
 from __future__ import annotations
 
 import json
+from array import array
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.data.responses import check_responses, read_responses
 from lightrlhf.data.splits import hash64
+from lightrlhf.maths import betting
 from lightrlhf.rewards import encoding, functions
 from lightrlhf.storage.jsonl import Row
 from lightrlhf.storage.lazy import Lazy, map_lazily
@@ -81,3 +85,11 @@ def sample_of(row: Row, where: str) -> encoding.Sample:
         assert sample is not None
         return sample
     return encoding.Sample(row["prompt"], response, prompt_ids=row.get("prompt_ids"))
+
+
+def evidence(scores: array[float], prompts: array[int]) -> dict[str, float]:
+    """E-values that A is better, and that B is, from scores of A in the order of judging; a prompt counts once."""
+    _, first, prompt = np.unique(np.asarray(prompts), return_index=True, return_inverse=True)
+    means = np.bincount(prompt, np.asarray(scores)) / np.bincount(prompt)  # by prompt
+    better = betting.e_values(torch.from_numpy(2 * means[first.argsort()] - 1))
+    return dict(zip(("e_value_a", "e_value_b"), better))

@@ -321,6 +321,16 @@ def test_verdicts_on_one_prompt_are_not_as_many_observations():
     assert thrice == pytest.approx(once)
 
 
+def test_the_verdict_may_be_read_at_any_time():
+    few, many = (judge.summary(verdicts("A" * n), seed=0) for n in (5, 30))
+    assert few["e_value_a"] == pytest.approx(1.5**4 / 2) and "no verdict" in judge.verdict_so_far(few)
+    assert many["e_value_b"] == 0.5 and judge.verdict_so_far(many).startswith("A is better: its e-value is 6.39e+04")
+    lost = judge.summary(verdicts("B" * 30 + "A" * 40), seed=0)
+    assert judge.verdict_so_far(lost).startswith("B is better")  # which was decided when A began to win
+    once = judge.summary(verdicts("AABAB"), seed=0)
+    assert judge.summary(verdicts("AABAB" * 3, "abcde" * 3), seed=0)["e_value_a"] == pytest.approx(once["e_value_a"])
+
+
 @pytest.mark.parametrize("judged_by", ["helpers.rewards:thousands"])
 def test_only_equal_scores_or_equal_texts_tie(tmp_path, judged_by):
     one = write(tmp_path, "one.jsonl", {"p0": "1000.009", "p1": "1000.000", "p2": "7", "p3": "inf"})
