@@ -13,7 +13,7 @@ EXTRAS = {
     "quantisation": ["bitsandbytes>=0.46.1"],
     "verify": ["math-verify[antlr4_13_2]>=0.8", "reasoning-gym>=0.1.25"],
     "gguf": ["gguf>=0.17"],
-    "serve": ["starlette>=1.0", "uvicorn>=0.30", "pydantic>=2.10"],
+    "serve": ["starlette>=1.0", "uvicorn>=0.30", "pydantic>=2.10", "pydantic-core>=2.27"],
     "wandb": ["wandb>=0.19.10"],
     "test": [
         "pytest>=8",

@@ -158,7 +158,7 @@ OPTIONAL |= {
     "gguf",
     "wandb",
 }
-OPTIONAL |= {"flash-attn", "markupsafe", "pandas", "pydantic"}
+OPTIONAL |= {"flash-attn", "markupsafe", "pandas", "pydantic", "pydantic-core"}
 OF_ALFWORLD = {"fast_downward": "alfworld"}
 
 

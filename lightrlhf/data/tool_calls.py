@@ -74,7 +74,7 @@ def in_order(messages: Messages) -> list[Json]:
     """Messages with the results of each turn's calls in the order of its calls, and with the functions' names.
 
     A template that writes no ids tells calls by their order.
-    Raises: UsageError when a result is missing or has no call.
+    Raises: UsageError when a result is missing or has no call, or two calls have one id.
     """
     found: list[Json] = []
     waiting: dict[str, dict[str, Any] | None] = {}  # results by call, in the order of the calls
@@ -98,6 +98,8 @@ def in_order(messages: Messages) -> list[Json]:
         found.append(message)
         calls = message.get("tool_calls") or []
         names = {call["id"]: call["function"]["name"] for call in calls}
+        if len(names) < len(calls):
+            raise UsageError(f"messages {number} has two calls of one id")
         waiting.update(dict.fromkeys(names))
     close()
     return found

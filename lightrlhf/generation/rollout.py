@@ -133,6 +133,20 @@ def score_top(policy: Policy, batch: Batch, count: int, batch_size: int) -> tupl
     return ids.long(), logprobs
 
 
+def score_prompts(
+    policy: Policy, prompts: Sequence[list[int]], count: int, batch_size: int
+) -> list[list[dict[int, float]]]:
+    """Log-probabilities of prompts' tokens after their first, and of the `count` likeliest, by id, at temperature 1."""
+    batch = response_batch([ids[:1] for ids in prompts], [ids[1:] for ids in prompts], 0)
+    own = score_logprobs(policy, batch, 1.0, batch_size)  # (B, T-1)
+    top = score_top(policy, batch, count, batch_size) if count else (torch.zeros(*own.shape, 0),) * 2
+    rows = zip(prompts, own.tolist(), top[0].tolist(), top[1].tolist())
+    return [
+        [{**dict(zip(*likely)), token: value} for token, value, *likely in zip(ids[1:], *columns)]
+        for ids, *columns in rows
+    ]
+
+
 # ---------------------------------------------------------------------------------- the gap of servers to the trainer
 def measure_gap(batch: AnySampled, scored: Tensor, correction: str) -> AnySampled:
     """A batch that servers sampled, with the log-ratio of the policy to them; scored: (B, T-1) under the policy.

@@ -19,22 +19,21 @@ from typing import Any, NamedTuple
 import torch
 
 from lightrlhf import cpu
-from lightrlhf.cli.errors import NotFinite, UsageError, first_line
-from lightrlhf.data.batch import response_batch
+from lightrlhf.cli.errors import UsageError, first_line
 from lightrlhf.data.types import Tokenizer
 from lightrlhf.generation.engine import Completions, generate_turns
-from lightrlhf.generation.rollout import score_logprobs, score_top
+from lightrlhf.generation.rollout import score_prompts
 from lightrlhf.generation.scheduler import Scheduler
 from lightrlhf.generation.slots import SPARE_COLUMNS
 from lightrlhf.generation.tickets import Ask, Failed, Job, Token
 from lightrlhf.maths.finite import not_finite
 from lightrlhf.models import lora
+from lightrlhf.models.reloading import load_weights
 from lightrlhf.models.roles import Policy, vocabulary_size
 from lightrlhf.models.tokenizer import end_ids
 from lightrlhf.serving.answers import Answer, Choice
-from lightrlhf.serving.bodies import Refusal
+from lightrlhf.serving.bodies import TextBody
 from lightrlhf.serving.requests import Completion, Served
-from lightrlhf.serving.weights import load_weights
 
 MOST_ADAPTERS = 4
 UNLIMITED = 2**20  # positions of an architecture that names no limit
@@ -83,38 +82,35 @@ class Engine:
 
     # ------------------------------------------------------------------------------------------------------ completions
     async def complete(self, request: Completion) -> Answer:
-        """The answer to a request; cancelling ends it. Raises: Refusal."""
-        if request.exact:
-            sampled, version = await self.run(self._sample_exactly(request), num_bytes=self._cache_of(request))
-            found = list(zip(sampled.responses, sampled.logprobs, sampled.truncated))
-            rows = [Reply(ids, logprobs, "length" if cut else "stop") for ids, logprobs, cut in found]
-            cached = 0
-        else:
-            rows, cached, version = [Reply([], [], None) for _ in request.rows], 0, ""
-            async for tokens, count, name in self._tokens(request):
-                cached, version = count, name
-                for token in tokens:
-                    rows[token.index].add(token)
+        """The answer to a request; cancelling ends it. Raises: UsageError."""
+        answer = Answer([Choice() for _ in request.rows], None, self.version)
+        async with aclosing(self.stream(request)) as parts:
+            async for index, choice, about in parts:
+                answer.choices[index] = choice
+                answer = about._replace(choices=answer.choices)
         scores = None
-        if request.prompt_logprobs is not None:
-            scores = await self.run(self._scores(request))
-        return Answer([row.choice() for row in rows], scores, version, cached)
+        if isinstance(request.body, TextBody) and (count := request.body.prompt_logprobs) is not None:
+            scores = await self.run(at_once(lambda: self._scores(request, count)))
+        return answer._replace(scores=scores)
 
     async def stream(self, request: Completion) -> AsyncGenerator[tuple[int, Choice, Answer], None]:
-        """Each choice so far, by its index, when it has more tokens, and an answer without choices. Raises: Refusal."""
-        if request.exact:
-            answer = await self.complete(request)
-            for index, choice in enumerate(answer.choices):
-                yield index, choice, answer
+        """Each choice so far, by its index, when it has more tokens, and an answer without choices. Raises: UsageError.
+
+        Choices of given noise come whole.
+        """
+        if request.is_exact:
+            sampled, version = await self.run(self._sample_exactly(request), num_bytes=self._cache_of(request))
+            found = zip(sampled.responses, sampled.logprobs, sampled.truncated)
+            for index, (ids, logprobs, cut) in enumerate(found):
+                yield index, Choice(ids, logprobs, "length" if cut else "stop"), Answer([], None, version)
             return
-        rows = [Reply([], [], None) for _ in request.rows]
+        choices = [Choice() for _ in request.rows]
         async with aclosing(self._tokens(request)) as parts:  # whose end frees the rows
             async for tokens, cached, version in parts:
                 about = Answer([], None, version, cached)
                 for token in tokens:
-                    row = rows[token.index]
-                    row.add(token)
-                    yield token.index, row.choice(), about
+                    choices[token.index].add(token)
+                    yield token.index, choices[token.index], about
 
     async def _tokens(self, request: Completion) -> AsyncGenerator[tuple[list[Token], int, str], None]:
         """What each turn of the scheduler adds, with the tokens of prompts that were known, and the version."""
@@ -125,7 +121,7 @@ class Engine:
 
         ends = self._ends(request)
         rows = zip(request.rows, request.noise)
-        asks = [Ask(prompt, request.sampling, ends, noise, request.allowed) for prompt, noise in rows]
+        asks = [Ask(prompt, request.sampling, ends, noise, request.body.allowed_token_ids) for prompt, noise in rows]
         ticket = self.scheduler.submit(lambda: self._policy(request.model), request.model, asks, emit)
         left = len(asks)
         try:
@@ -135,10 +131,6 @@ class Engine:
                     raise part.problem
                 left -= sum(token.finish is not None for token in part)
                 yield part, ticket.cached, version
-        except NotFinite:  # which is not the client's fault
-            raise
-        except UsageError as problem:
-            raise Refusal(str(problem)) from None
         finally:
             ticket.cancel()
 
@@ -180,7 +172,8 @@ class Engine:
             return self.packed[policy, dtype]
 
         given = policy, request.rows, request.sampling, self._ends(request), request.noise, self.num_slots
-        sampled = yield from generate_turns(*given, self.tokenizer, request.allowed, self._autocast, pack)
+        more = self.tokenizer, request.body.allowed_token_ids, self._autocast, pack
+        sampled = yield from generate_turns(*given, *more)
         return sampled, self.version
 
     def _cache_of(self, request: Completion) -> int:
@@ -192,30 +185,21 @@ class Engine:
         rows = min(self.num_slots, len(request.rows))
         return rows * columns * config.num_hidden_layers * heads * size * 2 * self.dtype.itemsize
 
-    def _scores(self, request: Completion) -> Generator[None, None, list[list[dict[int, float]]]]:
-        """Log-probabilities of the prompts' tokens after the first, and of the likeliest ones; a job of one turn."""
-        policy, prompts, count = self._policy(request.model), request.prompts, request.prompt_logprobs
-        batch = response_batch([ids[:1] for ids in prompts], [ids[1:] for ids in prompts], 0)
+    def _scores(self, request: Completion, count: int) -> list[list[dict[int, float]]]:
+        """Log-probabilities of the prompts' tokens after the first, and of the `count` likeliest ones."""
         with self._autocast():
-            own = score_logprobs(policy, batch, 1.0, self.num_slots)  # (B, T-1)
-            top = score_top(policy, batch, count, self.num_slots) if count else (torch.zeros(*own.shape, 0),) * 2
-        rows = zip(prompts, own.tolist(), top[0].tolist(), top[1].tolist())
-        return [
-            [{**dict(zip(*likely)), token: value} for token, value, *likely in zip(ids[1:], *columns)]
-            for ids, *columns in rows
-        ]
-        yield
+            return score_prompts(self._policy(request.model), request.prompts, count, self.num_slots)
 
     def _policy(self, name: str) -> Policy:
-        """The policy of a model's or adapter's name. Raises: Refusal when it was unloaded while the request waited."""
+        """The policy of a model's or adapter's name. Raises: UsageError when it was unloaded meanwhile."""
         if name == self.name:
             return self.policy
         if name not in self.adapters:
-            raise Refusal(f"unknown model {name!r}; it was unloaded")
+            raise UsageError(f"unknown model {name!r}; it was unloaded")
         return self.adapters[name].policy
 
     def _ends(self, request: Completion) -> list[int]:
-        return [] if request.ignore_eos else end_ids(self.tokenizer, self.policy.model)
+        return [] if request.body.ignore_eos else end_ids(self.tokenizer, self.policy.model)
 
     def _autocast(self) -> AbstractContextManager[Any]:
         if self.dtype == torch.float32:
@@ -224,32 +208,29 @@ class Engine:
 
     # ---------------------------------------------------------------------------------------------------------- weights
     def reload(self, folder: str) -> None:
-        """Load the weights of a Hugging Face folder in place. Raises: Refusal, with the old weights as they were."""
+        """Load the weights of a Hugging Face folder in place. Raises: UsageError, with the old weights as they were."""
         if self.adapters:
-            raise Refusal(
+            raise UsageError(
                 f"adapters are loaded ({', '.join(self.adapters)}), which belong to the old weights; unload them"
             )
-        try:
-            load_weights(self.policy.model, Path(folder))
-        except UsageError as problem:
-            raise Refusal(str(problem)) from None
+        load_weights(self.policy.model, Path(folder))
         self.num_reloads += 1
         self.version = f"reloaded-{self.num_reloads}"  # until a client names it: never the name of the old weights
         self.merged_into = None
 
     def load_adapter(self, name: str, folder: str) -> None:
-        """Load a peft folder under a name. Raises: Refusal when that is taken, or the folder does not fit."""
+        """Load a peft folder under a name. Raises: UsageError when that is taken, or the folder does not fit."""
         if name == self.name or name in self.adapters:
-            raise Refusal(f"{name} is loaded already; give each version another name")
+            raise UsageError(f"{name} is loaded already; give each version another name")
         if len(self.adapters) >= MOST_ADAPTERS:
-            raise Refusal(f"{MOST_ADAPTERS} adapters are loaded; unload one of {', '.join(self.adapters)}")
+            raise UsageError(f"{MOST_ADAPTERS} adapters are loaded; unload one of {', '.join(self.adapters)}")
         if self.merged_into is not None:
-            raise Refusal(
+            raise UsageError(
                 f"{self.root} is an adapter, merged here into {self.merged_into}, and {folder} would come on top; "
                 f"serve {self.merged_into} to load adapters"
             )
         if not Path(folder).is_dir():
-            raise Refusal(f"{folder} is not a folder that this server can see")
+            raise UsageError(f"{folder} is not a folder that this server can see")
         model, layer_name = self.policy.model, f"served_{self.num_loaded}"
         self.num_loaded += 1
         try:
@@ -262,7 +243,7 @@ class Engine:
                 raise UsageError(f"{folder} has weights that are not finite: {bad[0].replace('/', '.')}")
         except Exception as problem:  # a damaged file makes the libraries raise anything
             lora.remove_adapter(model, layer_name)
-            raise Refusal(f"{folder} cannot be loaded: {first_line(problem)}") from None
+            raise UsageError(f"{folder} cannot be loaded: {first_line(problem)}") from None
         finally:  # outside of the roles of adapters the model is as it was
             lora.configure(model, active=self.policy.adapters, trainable=())
         plain, base = self.policy.head_is_plain, self.policy.base
@@ -270,30 +251,13 @@ class Engine:
         self.adapters[name] = Adapter(role, layer_name, folder)
 
     def unload_adapter(self, name: str) -> None:
-        """Remove an adapter. Raises: Refusal when the name is unknown."""
+        """Remove an adapter. Raises: UsageError when the name is unknown."""
         if name not in self.adapters:
-            raise Refusal(f"no adapter {name!r} is loaded")
+            raise UsageError(f"no adapter {name!r} is loaded")
         lora.remove_adapter(self.policy.model, self.adapters.pop(name).layer_name)
 
 
-def at_once(work: Callable[[], None]) -> Generator[None, None, None]:
-    """Work as a job of one turn."""
-    work()
-    yield from ()
-
-
-class Reply:
-    """The tokens of a row so far."""
-
-    def __init__(self, ids: list[int], logprobs: list[float], finish: str | None) -> None:
-        self.ids, self.logprobs, self.finish = ids, logprobs, finish
-
-    def add(self, token: Token) -> None:
-        """Add a token."""
-        self.ids.append(token.token)
-        self.logprobs.append(token.logprob)
-        self.finish = token.finish
-
-    def choice(self) -> Choice:
-        """The choice so far."""
-        return Choice(self.ids, self.logprobs, self.finish)
+def at_once(work: Callable[[], Any]) -> Generator[None, None, Any]:
+    """Work as a job of one turn, with its value."""
+    return work()
+    yield

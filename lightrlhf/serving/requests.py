@@ -9,17 +9,15 @@ from __future__ import annotations
 import base64
 import binascii
 import hashlib
-import json
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lightrlhf.cli.errors import UsageError
 from lightrlhf.cli.groups import DecodingArgs
 from lightrlhf.data.batch import seeded_noise
 from lightrlhf.data.chat import Messages
@@ -29,19 +27,13 @@ from lightrlhf.data.types import Tokenizer
 from lightrlhf.serving.bodies import (
     MOST_ROWS,
     MOST_TOKENS,
-    Call,
     ChatBody,
-    Function,
-    Message,
+    Json,
     Refusal,
+    Sampling,
     TextBody,
-    Tool,
     ToolChoice,
-    are_ids,
-    is_text,
-    read,
-    read_body,
-    read_json,
+    read_sampling,
 )
 
 
@@ -53,35 +45,104 @@ class Served(NamedTuple):
     positions: int  # of prompt and response together
     models: Sequence[str]  # the model's name, then its adapters'
 
+    def name_of(self, model: str | None) -> str:
+        """The model's or adapter's name; the model's by default. Raises: Refusal when it is unknown."""
+        if model is not None and model not in self.models:
+            raise Refusal(f"unknown model {model[:100]!r}; here are {', '.join(self.models)}", param="model")
+        return model or self.models[0]
+
 
 @dataclass(frozen=True)
 class Completion:
     """A request of completions: n responses to each prompt, prompt by prompt."""
 
+    body: TextBody | ChatBody
     model: str
     prompts: list[list[int]]
     n: int
     sampling: DecodingArgs
     noise: Tensor  # (prompts x n, max_new_tokens) uniform numbers
-    exact: bool  # they were given, so choices are bit by bit as in one call of the engine
-    ignore_eos: bool
-    allowed: list[int] | None  # the only tokens that may be sampled
-    logprobs: bool
-    prompt_logprobs: int | None  # how many of the most likely tokens besides each token of the prompts
-    return_token_ids: bool
-    skip_special_tokens: bool
-    include_stop: bool
-    stream: bool
-    include_usage: bool
-    chat: bool
-    tools: list[dict[str, Any]] | None
-    reads_calls: bool  # whether responses are read as reasoning, content and calls
-    wanted: str | None  # the function that must be called, empty for any; None: no call is needed
+    tools: list[Json] | None = None
+    wanted: str | None = None  # the function that must be called, empty for any; None: no call is needed
 
     @property
     def rows(self) -> list[list[int]]:
         """The prompt of each choice."""
         return [prompt for prompt in self.prompts for _ in range(self.n)]
+
+    def prompt_of(self, index: int) -> list[int]:
+        """The prompt of one choice."""
+        return self.prompts[index // self.n]
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether noise was given, so that choices are bit by bit as in one call of the engine."""
+        return self.body.noise is not None
+
+    @property
+    def is_chat(self) -> bool:
+        """Whether a message is answered, not a text."""
+        return isinstance(self.body, ChatBody)
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether log-probabilities of the sampled tokens are asked for."""
+        return self.body.logprobs is not None and self.body.logprobs is not False
+
+    @property
+    def reads_calls(self) -> bool:
+        """Whether responses are read as reasoning, content and calls."""
+        return bool(self.tools) and getattr(self.body, "tool_choice", "") != "none"
+
+
+def read_completion(given: Json, served: Served, chat: bool) -> Completion:
+    """The request of a body. Raises: UsageError in one line."""
+    if not chat:
+        text = read_sampling(TextBody, given)
+        if text.stream and text.prompt_logprobs is not None:
+            raise Refusal("prompt_logprobs are not streamed; leave out stream")
+        prompts = [encode(one, served) if isinstance(one, str) else one for one in text.prompt]
+        return completion_of(text, prompts, served)
+    body, messages, tools = read_chat(given)
+    return completion_of(body, [encode(messages, served, tools)], served, tools)
+
+
+def read_chat(given: Json) -> tuple[ChatBody, list[Json], list[Json] | None]:
+    """A body of chat, its messages and its tools, as chat templates take them. Raises: UsageError in one line."""
+    body = read_sampling(ChatBody, given)
+    functions = [tool["function"] for tool in given.get("tools") or []]  # their fields in the order in which they came
+    kept = [{name: one[name] for name in one if name != "strict" and one[name] is not None} for one in functions]
+    messages = in_order([message.shown() for message in body.messages])
+    return body, messages, [{"type": "function", "function": one} for one in kept] or None
+
+
+def completion_of(
+    body: TextBody | ChatBody,
+    prompts: list[list[int]],
+    served: Served,
+    tools: list[Json] | None = None,
+    most: int | None = None,
+) -> Completion:
+    """The request of a body, with the ids of its prompts; most: tokens of a response. Raises: Refusal."""
+    model, wanted = served.name_of(body.model), None
+    count, longest = len(prompts) * body.n, max(map(len, prompts))
+    max_tokens = body.max_tokens or 16
+    if isinstance(body, ChatBody):
+        wanted = wanted_of(body, tools)
+        max_tokens = body.max_completion_tokens or body.max_tokens or max(served.positions - longest, 1)
+    max_tokens = min(max_tokens, most or max_tokens)
+    check_room(longest, max_tokens, served.positions)
+    if count > MOST_ROWS or count * max_tokens > MOST_TOKENS:
+        raise Refusal(
+            f"{count} responses of up to {max_tokens} tokens are more than one request may ask for "
+            f"({MOST_ROWS} responses, {MOST_TOKENS} tokens); send several"
+        )
+    for number, prompt in enumerate(prompts):
+        check_ids(prompt, f"prompt {number}", served.vocabulary)
+    check_ids(body.stop_token_ids, "stop_token_ids", served.vocabulary)
+    check_ids(body.allowed_token_ids or [], "allowed_token_ids", served.vocabulary)
+    sampling, noise = sampling_of(body, max_tokens), noise_of(body, count, max_tokens)
+    return Completion(body, model, prompts, body.n, sampling, noise, tools, wanted)
 
 
 def check_room(longest: int, max_tokens: int, positions: int) -> None:
@@ -97,189 +158,48 @@ def check_room(longest: int, max_tokens: int, positions: int) -> None:
         )
 
 
-def read_completion(body: dict[str, Any], served: Served, chat: bool, ids: list[int] | None = None) -> Completion:
-    """The request of a body; ids: of its messages, where they are known. Raises: Refusal in one line."""
-    values: Any = read_body(ChatBody if chat else TextBody, body)
-    model = values.model or served.models[0]
-    if model not in served.models:
-        raise Refusal(f"unknown model {model[:100]!r}; here are {', '.join(served.models)}", param="model")
-    tools, wanted = None, None
-    if chat:
-        messages, tools = read_conversation(body)
-        wanted = read_choice(values.tool_choice, tools)
-        prompts = [ids or encode_messages(messages, served, tools)]
-    else:
-        prompts = read_prompts(values.prompt, served)
-    n, longest = values.n, max(map(len, prompts))
-    max_tokens = (chat and values.max_completion_tokens) or values.max_tokens
-    if max_tokens is None:
-        max_tokens = max(served.positions - longest, 1) if chat else 16
-    check_room(longest, max_tokens, served.positions)
-    if len(prompts) * n > MOST_ROWS or len(prompts) * n * max_tokens > MOST_TOKENS:
-        raise Refusal(
-            f"{len(prompts) * n} responses of up to {max_tokens} tokens are more than one request may ask for "
-            f"({MOST_ROWS} responses, {MOST_TOKENS} tokens); send several"
-        )
-    for name in ("stop_token_ids", "allowed_token_ids"):
-        check_ids(getattr(values, name) or [], name, served.vocabulary)
-    scores = None if chat else values.prompt_logprobs
-    if values.stream and scores is not None:
-        raise Refusal("prompt_logprobs are not streamed; leave out stream")
-    if wanted is not None and values.noise is not None:
-        raise Refusal("a call that must come is sampled again with other noise; leave out noise or tool_choice")
-    return Completion(
-        model=model,
-        prompts=prompts,
-        n=n,
-        sampling=read_sampling(values, max_tokens),
-        noise=noise_of(values, len(prompts) * n, max_tokens),
-        exact=values.noise is not None,
-        ignore_eos=values.ignore_eos,
-        allowed=sorted(set(values.allowed_token_ids)) if values.allowed_token_ids else None,
-        logprobs=values.logprobs is not None and values.logprobs is not False,
-        prompt_logprobs=scores,
-        return_token_ids=values.return_token_ids,
-        skip_special_tokens=values.skip_special_tokens,
-        include_stop=values.include_stop_str_in_output,
-        stream=values.stream,
-        include_usage=values.stream_options.get("include_usage") is True,
-        chat=chat,
-        tools=tools,
-        reads_calls=bool(tools) and values.tool_choice != "none",
-        wanted=wanted,
-    )
-
-
-def read_sampling(values: Any, max_tokens: int) -> DecodingArgs:
+def sampling_of(body: Sampling, max_tokens: int) -> DecodingArgs:
     """The sampling settings of a body. Raises: Refusal for a temperature that is too small to divide by."""
-    greedy = values.temperature == 0
-    if not greedy and values.temperature < 1e-6:
-        raise Refusal(f"temperature {values.temperature} is neither 0, the most likely token, nor at least 1e-6")
+    greedy = body.temperature == 0
+    if not greedy and body.temperature < 1e-6:
+        raise Refusal(f"temperature {body.temperature} is neither 0, the most likely token, nor at least 1e-6")
     return DecodingArgs(
         max_new_tokens=max_tokens,
-        temperature=1.0 if greedy else values.temperature,
+        temperature=1.0 if greedy else body.temperature,
         do_sample=not greedy,
-        top_k=max(values.top_k, 0),
-        top_p=values.top_p,
-        min_p=values.min_p,
-        repetition_penalty=values.repetition_penalty,
-        eos_ids=values.stop_token_ids,
-        stop_strings=[values.stop] if isinstance(values.stop, str) else values.stop,
+        top_k=body.top_k,
+        top_p=body.top_p,
+        min_p=body.min_p,
+        repetition_penalty=body.repetition_penalty,
+        eos_ids=body.stop_token_ids,
+        stop_strings=[body.stop] if isinstance(body.stop, str) else body.stop,
     )
 
 
-def read_prompts(given: Any, served: Served) -> list[list[int]]:
-    """Prompts as lists of ids: of a text, of ids, or of several of either. Raises: Refusal."""
-    several = isinstance(given, list) and bool(given) and isinstance(given[0], list | str)
-    prompts = given if several else [given]
-    if len(prompts) > MOST_ROWS:
-        raise Refusal(f"{len(prompts)} prompts are more than one request may have ({MOST_ROWS}); send several")
-    results = []
-    for number, prompt in enumerate(prompts):
-        where = f"prompt {number}" if several else "prompt"
-        if is_text(prompt):
-            prompt = encode(prompt, served)
-        if not are_ids(prompt) or not prompt:
-            raise Refusal(f"{where} must be a text or a list of token ids, not empty")
-        check_ids(prompt, where, served.vocabulary)
-        results.append(prompt)
-    return results
-
-
-# ----------------------------------------------------------------------------------------------------------------- chat
-def read_conversation(body: dict[str, Any]) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
-    """The messages and tools of a body, as chat templates take them. Raises: Refusal."""
-    given, tools = body.get("messages"), body.get("tools")
-    if not isinstance(given, list) or not given:
-        raise Refusal("messages must be a list of {role, content}, not empty", param="messages")
-    messages = [read_message(message, f"messages {number}") for number, message in enumerate(given)]
-    try:
-        messages = in_order(messages)
-    except UsageError as problem:
-        raise Refusal(str(problem), param="messages") from None
-    return messages, [read_tool(tool, f"tools {number}") for number, tool in enumerate(tools or [])] or None
-
-
-def read_message(given: Any, where: str) -> dict[str, Any]:
-    """A message; its calls have objects as arguments. Raises: Refusal."""
-    message = read(Message, given, where)
-    content = message.content
-    if isinstance(content, list):
-        content = "".join(part.text for part in content)
-    if content is None and not message.tool_calls:
-        raise Refusal(f"the content of {where} must be a text, or parts of type text", param=f"{where} content")
-    row: dict[str, Any] = {"role": message.role, "content": content or ""}
-    for name in ("name", "reasoning_content", "tool_call_id"):
-        if (value := getattr(message, name)) is not None:
-            row[name] = value
-    if message.tool_calls:
-        calls = [read(Call, call, f"call {number} of {where}") for number, call in enumerate(message.tool_calls)]
-        row["tool_calls"] = [{"id": call.id, "type": "function", "function": _function(call, where)} for call in calls]
-        if len({call.id for call in calls}) < len(calls):
-            raise Refusal(f"{where} has two calls of one id", param=f"{where} tool_calls")
-    return row
-
-
-def _function(call: Call, where: str) -> dict[str, Any]:
-    try:
-        arguments = read_json(call.function.arguments.encode())
-    except Refusal:
-        raise Refusal(
-            f"the arguments of call {call.id[:60]} of {where} must be the JSON text of an object",
-            param=f"{where} tool_calls",
-        ) from None
-    return {"name": call.function.name, "arguments": arguments}
-
-
-def read_tool(given: Any, where: str) -> dict[str, Any]:
-    """A tool as templates take it. Raises: Refusal."""
-    function = read(Tool, given, where).function
-    read(Function, function, f"the function of {where}")
-    kept = {name: value for name, value in function.items() if name != "strict" and value is not None}
-    try:
-        shown = json.dumps(kept, ensure_ascii=False)
-    except RecursionError:
-        raise Refusal(f"{where} is nested too deep") from None
-    if not is_text(shown):
-        raise Refusal(f"{where} has a text that cannot be encoded")
-    return {"type": "function", "function": kept}
-
-
-def read_choice(given: Any, tools: list[dict[str, Any]] | None) -> str | None:
+def wanted_of(body: ChatBody, tools: list[Json] | None) -> str | None:
     """The function that must be called, empty for any of them; None if no call is needed. Raises: Refusal."""
-    if given in ("none", "auto"):
+    choice = body.tool_choice
+    if choice in ("none", "auto"):
         return None
-    if given != "required" and not isinstance(given, dict):
-        raise Refusal(f"tool_choice must be none, auto, required or a function, not {json.dumps(given)[:100]}")
-    name = "" if given == "required" else read(ToolChoice, given, "tool_choice").function.get("name", "")
+    if body.noise is not None:
+        raise Refusal("a call that must come is sampled again with other noise; leave out noise or tool_choice")
+    name = choice.function.name if isinstance(choice, ToolChoice) else ""
     names = [tool["function"]["name"] for tool in tools or []]
-    if not names or (given != "required" and name not in names):
+    if not names or name not in ("", *names):
         raise Refusal(f"tool_choice {name[:100] or 'required'}: the tools are {', '.join(names)[:300] or 'none'}")
     return name
 
 
-def encode_messages(messages: Messages, served: Served, tools: list[dict[str, Any]] | None) -> list[int]:
-    """The ids of messages by the chat template. Raises: Refusal, also for tools that it cannot write."""
-    if tools:
-        try:
-            schema_of(served.tokenizer)
-        except UsageError as problem:
-            raise Refusal(str(problem), param="tools") from None
-    ids = encode(messages, served, tools)
-    check_ids(ids, "the messages", served.vocabulary)
-    return ids
+def encode(prompt: str | Messages, served: Served, tools: list[Json] | None = None) -> list[int]:
+    """Token ids of a prompt, in which no text becomes a control token.
 
-
-def encode(prompt: str | Messages, served: Served, tools: list[dict[str, Any]] | None = None) -> list[int]:
-    """Token ids of a prompt, in which no text becomes a control token. Raises: Refusal."""
+    Raises: UsageError, also for tools that the chat template cannot write.
+    """
     if not isinstance(prompt, str) and not served.tokenizer.chat_template:
         raise Refusal("this model's tokenizer has no chat template; send a prompt to /v1/completions")
-    try:
-        ids = encode_prompt(served.tokenizer, prompt, tools)
-    except UsageError as problem:
-        raise Refusal(str(problem)) from None
-    except RecursionError:
-        raise Refusal("the messages are nested too deep") from None
+    if tools:
+        schema_of(served.tokenizer)
+    ids = encode_prompt(served.tokenizer, prompt, tools)
     if not ids:
         raise Refusal("the prompt has no tokens")
     return ids
@@ -292,13 +212,12 @@ def check_ids(ids: Sequence[int], where: str, vocabulary: int) -> None:
         raise Refusal(f"{where} has the token id {str(largest)[:30]}; the model has {vocabulary} tokens")
 
 
-def noise_of(values: Any, rows: int, width: int) -> Tensor:
+def noise_of(body: Sampling, rows: int, width: int) -> Tensor:
     """(rows, width) uniform numbers: those given as `noise`, else drawn from `seed`, else random. Raises: Refusal."""
-    if values.noise is None:
-        seed = secrets.randbits(63) if values.seed is None else values.seed
-        return seeded_noise(seed, rows, width)
+    if body.noise is None:
+        return seeded_noise(secrets.randbits(63) if body.seed is None else body.seed, rows, width)
     try:
-        content = base64.b64decode(values.noise, validate=True)
+        content = base64.b64decode(body.noise, validate=True)
     except (binascii.Error, ValueError):
         raise Refusal("noise is not base64") from None
     if len(content) != 4 * rows * width:

@@ -1,6 +1,6 @@
 """Routes of sessions: opening and ending one, its chat, and its trace; see `sessions`.
 
-Requests of one session run one after another, in the order in which they came: the n-th sample's noise and the row
+Requests of one session run one after another, in the order in which they were read: the n-th sample's noise and the row
 that it goes on depend on that order, and a program that asks for several things at once works as elsewhere. A turn is
 recorded when it has been sampled, whether or not its client reads the answer. One whose client went away, or whose
 session was ended, stops and is recorded as far as it came.
@@ -10,49 +10,34 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager, aclosing, suppress
-from dataclasses import replace
-from typing import Protocol
+from collections.abc import AsyncGenerator
+from contextlib import aclosing, suppress
+from functools import partial
 
-from pydantic import ValidationError
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from lightrlhf.cli.errors import UsageError
-from lightrlhf.data.batch import mix_seed, seeded_noise
-from lightrlhf.generation.conversations import Json, Plan
+from lightrlhf.data.batch import mix_seed
+from lightrlhf.generation.conversations import Plan
 from lightrlhf.generation.response_texts import Texts
-from lightrlhf.serving.answers import LEAST, Answer, Choice, Streamed, error, event, head_of, whole
-from lightrlhf.serving.bodies import Refusal
-from lightrlhf.serving.content import read_body
+from lightrlhf.serving.answers import LEAST, Answer, Choice, Writer
+from lightrlhf.serving.bodies import Json, Message, Refusal, read
 from lightrlhf.serving.engine import Engine
-from lightrlhf.serving.requests import read_completion, read_conversation, read_message
+from lightrlhf.serving.handling import Intake, stream, unless_gone
+from lightrlhf.serving.requests import completion_of, read_chat
 from lightrlhf.serving.sessions import Session, Sessions, Settings
 
 MOST_WAITING = 16  # requests of one session
 LONGEST_HOLD = 600.0  # seconds without a request after which a session holds new weights no longer
 
 
-class Requests(Protocol):
-    """What sessions need of the app."""
-
-    engine: Engine
-
-    @property
-    def texts(self) -> Texts: ...
-
-    def check_queue(self) -> None: ...
-
-    def entered(self) -> AbstractAsyncContextManager[None]: ...
-
-
 class SessionRoutes:
-    """The routes of an app's sessions."""
+    """The routes of a server's sessions."""
 
-    def __init__(self, app: Requests) -> None:
-        self.app, self.sessions = app, Sessions(app.engine.tokenizer)
+    def __init__(self, engine: Engine, texts: Texts, intake: Intake) -> None:
+        self.engine, self.texts, self.intake = engine, texts, intake
+        self.sessions = Sessions(engine.tokenizer)
         self.routes = [
             Route("/sessions", self.begin, methods=["POST"]),
             Route("/sessions/{id}", self.end, methods=["DELETE"]),
@@ -62,14 +47,8 @@ class SessionRoutes:
 
     async def begin(self, request: Request) -> Response:
         """Open a session: its id, its key, the address for OpenAI's clients and its settings."""
-        try:
-            settings = Settings.model_validate(await read_body(request))
-        except ValidationError as problem:
-            first = problem.errors()[0]
-            raise Refusal(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
-        served = self.app.engine.limits().models
-        if settings.model is not None and settings.model not in served:
-            raise Refusal(f"unknown model {settings.model[:100]!r}; here are {', '.join(served)}")
+        settings = await self.intake.read(request, partial(read, Settings))
+        self.engine.limits().name_of(settings.model)
         session = self.sessions.begin(settings)
         told = {"id": session.id, "key": session.key, "base_url": f"/sessions/{session.id}/v1"}
         return JSONResponse({**told, "settings": settings.model_dump()})
@@ -83,47 +62,37 @@ class SessionRoutes:
         """Rows and turns so far; without the turn that runs."""
         return JSONResponse(self.sessions.find(request.path_params["id"]).trace())
 
-    def opens(self, path: str, given: bytes) -> bool:
-        """Whether a value of the header Authorization is the key of the session whose own chat route a path is."""
-        return self.sessions.opens(path, given)
-
     async def released(self) -> None:
         """Wait until no session holds new weights."""
         while held := self.sessions.holding(LONGEST_HOLD):
             with suppress(TimeoutError):
                 await asyncio.wait_for(held[0].ended.wait(), 1.0)
 
-    # ------------------------------------------------------------------------------------------------------------ chat
     async def chat(self, request: Request) -> Response:
         """The next turn of a session."""
         session = self.sessions.find(request.path_params["id"])
-        turn = SessionTurn(self.app, session, await read_body(request))
+        turn = await self.intake.read(request, partial(SessionTurn, self, session))
         turn.start()
-        answered = turn.begun if turn.is_streamed else turn.job
-        leaving = asyncio.ensure_future(request.receive())
         try:
-            await asyncio.wait([answered, leaving], return_when=asyncio.FIRST_COMPLETED)
-            if not answered.done():
-                turn.job.cancel()
-                raise ClientDisconnect
-            if turn.is_streamed and not turn.has_failed():
-                return StreamingResponse(turn.events(), media_type="text/event-stream")
-            return JSONResponse(turn.answer())  # or a refusal with its own status
-        finally:
-            leaving.cancel()
+            await unless_gone(request, turn.begun)
+        except ClientDisconnect:
+            turn.job.cancel()
+            raise
+        if turn.is_streamed and not turn.has_failed():
+            return stream(turn.parts())
+        return JSONResponse(turn.answer())  # or a refusal with its own status
 
 
 class SessionTurn:
     """One request of a session, from its body to its record; `job` samples it and returns the whole answer."""
 
-    def __init__(self, app: Requests, session: Session, body: Json) -> None:
-        self.app, self.session, self.body = app, session, body
-        self.checked = {**session.settings.checked(body), "model": session.settings.model}
-        self.messages, self.tools = read_conversation(self.checked)
-        self.is_streamed = self.checked.get("stream") is True
+    def __init__(self, routes: SessionRoutes, session: Session, given: Json) -> None:
+        self.routes, self.session, self.given = routes, session, given
+        body, self.messages, self.tools = read_chat(given)
+        self.body = session.settings.pinned(body)
+        self.is_streamed = body.stream
         self.pieces = asyncio.Queue[Json | None]()  # of a stream
-        self.begun = asyncio.get_running_loop().create_future()  # when the first token was sampled, or it has failed
-        self.choice, self.about = Choice([], [], None), Answer([], None, app.engine.version)
+        self.choice, self.about = Choice(), Answer([], None, routes.engine.version)
 
     def start(self) -> None:
         """Queue it. Raises: Refusal when too many wait, or the session takes too much memory."""
@@ -131,8 +100,9 @@ class SessionTurn:
         session.check_size()
         if len(session.jobs) > MOST_WAITING:
             raise Refusal(f"{MOST_WAITING} requests of this session wait; ask again when some are answered", 429)
-        self.app.check_queue()
+        self.routes.intake.check_queue()
         session.last_used = time.monotonic()
+        self.begun = asyncio.get_running_loop().create_future()  # when a part may be sent, or it has ended
         self.job = asyncio.ensure_future(self._run())
         session.jobs.add(self.job)
         self.job.add_done_callback(self._finish)
@@ -147,17 +117,14 @@ class SessionTurn:
             raise Refusal("the session has ended", 404)
         return self.job.result()
 
-    async def events(self) -> AsyncIterator[str]:
-        """Server-sent events: what each token adds, [DONE] at the end, or an error."""
+    async def parts(self) -> AsyncGenerator[Json, None]:
+        """What each token adds, and how many there were. Raises: Refusal."""
         try:
-            while (row := await self.pieces.get()) is not None:
-                yield event(row)
+            while (part := await self.pieces.get()) is not None:
+                yield part
             self.answer()
-            if self.asked.include_usage:
-                yield event(self.streamed.usage())
-            yield "data: [DONE]\n\n"
-        except Refusal as problem:
-            yield event(error(str(problem), problem.status, problem.param))
+            for part in self.writer.usage():
+                yield part
         finally:
             self.job.cancel()
 
@@ -167,9 +134,9 @@ class SessionTurn:
             plan = await asyncio.to_thread(self._plan)
             stop_reason = "failed"
             try:
-                async with self.app.entered(), aclosing(self.app.engine.stream(self.asked)) as parts:
-                    async for _, choice, about in parts:
-                        self._take(choice, about)
+                async with self.routes.intake.entered(), aclosing(self.routes.engine.stream(self.asked)) as choices:
+                    async for _, self.choice, self.about in choices:
+                        self._show()
                 stop_reason = self.choice.finish_reason or "failed"
             except asyncio.CancelledError:
                 stop_reason = "cancelled"
@@ -179,48 +146,40 @@ class SessionTurn:
         return answer
 
     def _plan(self) -> Plan:
-        """The ids that are read, and the request to sample behind them, with the session's noise. Raises: Refusal."""
-        settings, served = self.session.settings, self.app.engine.limits()
-        try:
-            plan = self.session.conversation.begin(self.messages, self.tools)
-        except UsageError as problem:
-            raise Refusal(str(problem)) from None
-        asked = read_completion(self.checked, served, True, plan.ids)
-        most = asked.sampling.max_new_tokens
-        if settings.max_tokens is not None:
-            most = min(most, settings.max_tokens)
-        noise = asked.noise[:, :most]
-        if settings.train or (self.body.get("seed") is None and self.body.get("noise") is None):
-            noise = seeded_noise(mix_seed(settings.seed, plan.number), 1, most)
-        self.asked = replace(asked, sampling=replace(asked.sampling, max_new_tokens=most), noise=noise)
-        self.head = head_of(self.asked)
-        self.streamed = Streamed(self.app.texts, self.asked, self.head)
+        """The ids that are read, and the request to sample behind them with the session's noise."""
+        settings, body = self.session.settings, self.body
+        plan = self.session.conversation.begin(self.messages, self.tools)
+        if body.seed is None and body.noise is None:
+            body = body.model_copy(update={"seed": mix_seed(settings.seed, plan.number)})
+        served = self.routes.engine.limits()
+        self.asked = completion_of(body, [plan.ids], served, self.tools, settings.max_tokens)
+        self.writer = Writer(self.routes.texts, self.asked)
         return plan
 
-    def _take(self, choice: Choice, about: Answer) -> None:
-        """Take the response so far, and queue what is new of it."""
-        self.choice, self.about = choice, about
-        if self.is_streamed:
-            for row in self.streamed.rows(0, choice, about):
-                self.pieces.put_nowait(row)
+    def _show(self) -> None:
+        """Queue what is new of a stream."""
+        for part in self.writer.parts(0, self.choice, self.about) if self.is_streamed else ():
+            self._put(part)
+
+    def _put(self, part: Json | None) -> None:
+        self.pieces.put_nowait(part)
         if not self.begun.done():
             self.begun.set_result(None)
 
     def _record(self, plan: Plan, stop_reason: str) -> Json:
         """Record the turn as far as it was sampled, and return the whole answer."""
         choice, about = self.choice, self.about
-        answer = whole(self.app.texts, self.asked, self.head, about._replace(choices=[choice]))
+        answer = self.writer.whole(about._replace(choices=[choice]))
         (row,) = answer["choices"]
-        message = row["message"]
         if choice.ids:
             self.session.conversation.end(
                 plan,
-                self.body,
+                self.given,
                 self.messages,
                 self.tools,
                 [*choice.ids],
                 [max(value, LEAST) for value in choice.logprobs],
-                read_message(message | {"content": message.get("content") or ""}, "the reply"),
+                Message.model_validate(row["message"]).shown(),
                 row["finish_reason"] if stop_reason in ("stop", "length") else stop_reason,
                 about.version,
                 model=self.asked.model,
@@ -232,8 +191,6 @@ class SessionTurn:
         """End the stream; the job's failure is raised where it is awaited."""
         self.session.jobs.discard(job)
         self.session.last_used = time.monotonic()
-        self.pieces.put_nowait(None)
-        if not self.begun.done():
-            self.begun.set_result(None)
+        self._put(None)
         if not job.cancelled():
             job.exception()

@@ -18,28 +18,15 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from lightrlhf.data.types import Tokenizer
-from lightrlhf.generation.conversations import Conversation, Json
-from lightrlhf.serving.bodies import Refusal
+from lightrlhf.generation.conversations import Conversation
+from lightrlhf.serving.bodies import MOST_TOKENS, YES, ChatBody, Json, Refusal
 
 MOST_SESSIONS = 4096
 LONGEST_IDLE = 6 * 3600.0  # seconds without a request after which a session ends by itself
 LARGEST_RECORD = 64 * 2**20  # bytes or so of the requests and ids of a session
 ROUTE = "/v1/chat/completions"  # behind /sessions/{id}
-# fields that a trained session takes with these values, or null, only: others change what is sampled
-PINNED: dict[str, tuple[Any, ...]] = {
-    "top_p": (1,),
-    "top_k": (0, -1),
-    "min_p": (0,),
-    "repetition_penalty": (1,),
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "logit_bias": ({},),
-    "allowed_token_ids": (),
-    "ignore_eos": (False,),
-    "min_tokens": (0,),
-    "seed": (),
-    "noise": (),
-}
+# fields that a trained session takes with their default only: others change what is sampled
+PINNED = ("top_p", "top_k", "min_p", "repetition_penalty", "allowed_token_ids", "ignore_eos", "seed", "noise")
 
 
 # ------------------------------------------------------------------------------------------------------------ settings
@@ -48,36 +35,30 @@ class Settings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
-    model: str | None = None  # the model or an adapter of the server; whatever a request names
-    train: bool = True  # whether what changes the distribution is refused
-    temperature: float = Field(1.0, ge=1e-6, le=1e3)
-    max_tokens: int | None = Field(None, ge=1, le=2**26)  # of a turn, at most
-    seed: int = Field(default_factory=lambda: secrets.randbits(62), ge=0, lt=2**63)  # of the noise of its turns
-    hold_weights: bool = False  # whether new weights wait until the session has ended
+    model: str | None = Field(None, description="a text")  # the model or an adapter; whatever a request names
+    train: bool = Field(True, description=YES)  # whether what changes the distribution is refused
+    temperature: float = Field(1.0, ge=1e-6, le=1e3, description="a number from 1e-6 to 1000")
+    max_tokens: int | None = Field(None, ge=1, le=MOST_TOKENS, description="a whole number of at least 1")  # of a turn
+    seed: int = Field(  # of the noise of its turns
+        default_factory=lambda: secrets.randbits(62), ge=0, lt=2**63, description="a whole number of at least 0"
+    )
+    hold_weights: bool = Field(False, description=YES)  # whether new weights wait until the session has ended
 
-    def checked(self, body: Json) -> Json:
+    def pinned(self, body: ChatBody) -> ChatBody:
         """A request's body with the settings in it. Raises: Refusal naming a field that differs."""
-        if body.get("n") not in (None, 1):
+        if body.n != 1:
             raise Refusal("n is 1 in a session, which is one conversation; leave it out, or open several sessions")
-        body = {name: value for name, value in body.items() if name not in ("model", "n")}
-        given = body.get("temperature")
-        if self.train and given is not None and given != self.temperature:
-            raise Refusal(f"temperature is {self.temperature} in this session, not {str(given)[:30]}; leave it out")
-        for name, values in PINNED.items() if self.train else ():
-            if body.get(name) is not None and body[name] not in values:
+        settings: Json = {"model": self.model}
+        if "temperature" not in body.model_fields_set:
+            settings["temperature"] = self.temperature
+        elif self.train and body.temperature != self.temperature:
+            raise Refusal(f"temperature is {self.temperature} in this session, not {body.temperature}; leave it out")
+        for name in PINNED if self.train else ():
+            if getattr(body, name) != ChatBody.model_fields[name].default:
                 raise Refusal(f"{name} is not taken in a session that is trained on; leave it out")
-        if given is None:
-            body["temperature"] = self.temperature
-        if self.train and body.get("tool_choice") not in (None, "none", "auto"):
-            body["tool_choice"] = "auto"  # a forced call would come from another distribution
-        asked = [body[name] for name in ("max_completion_tokens", "max_tokens") if body.get(name) is not None]
-        if self.max_tokens is not None and asked and _is_above(asked[0], self.max_tokens):
-            body |= {"max_tokens": self.max_tokens, "max_completion_tokens": None}
-        return body
-
-
-def _is_above(value: Any, most: int) -> bool:
-    return type(value) is int and value > most
+        if self.train and body.tool_choice != "none":
+            settings["tool_choice"] = "auto"  # a forced call would come from another distribution
+        return body.model_copy(update=settings)
 
 
 # ------------------------------------------------------------------------------------------------------------ sessions

@@ -15,7 +15,7 @@ from helpers.processes import PATIENCE
 
 from lightrlhf.cli.groups import ModelArgs
 from lightrlhf.models.loading import load_policy
-from lightrlhf.serving import app, listening
+from lightrlhf.serving import app, handling, listening
 from lightrlhf.serving.engine import Engine
 
 KEY = "key of the tests"
@@ -159,7 +159,7 @@ def test_health_is_answered_while_a_long_prompt_is_read(server, engine, monkeypa
     began, may_end, read = threading.Event(), threading.Event(), app.read_completion
 
     def slow(body, served, chat):
-        if len(str(body)) > app.LONG_BODY:
+        if len(str(body)) > handling.LONG_BODY:
             began.set()
             assert may_end.wait(PATIENCE)
         return read(body, served, chat)
@@ -176,7 +176,7 @@ def test_health_is_answered_while_a_long_prompt_is_read(server, engine, monkeypa
 
 
 def test_a_full_queue_is_a_429_with_a_time(server, engine, monkeypatch):
-    monkeypatch.setattr(app, "MOST_WAITING", 3)
+    monkeypatch.setattr(handling, "MOST_WAITING", 3)
     body = {**GOOD, "max_tokens": 240, "n": 4, "ignore_eos": True}
     clients = [server.open(body) for _ in range(12)]
     wait_until(lambda: engine.scheduler.num_waiting() >= 3)

@@ -17,7 +17,8 @@ from lightrlhf.data.tokens import decode, encode_prompt, encode_response
 from lightrlhf.data.turn_ends import answer_end, turn_end
 from lightrlhf.generation.conversations import Conversation, Plan, Row
 from lightrlhf.serving import sessions
-from lightrlhf.serving.bodies import Refusal
+from lightrlhf.serving.bodies import NEUTRAL, ChatBody, Refusal
+from lightrlhf.serving.requests import read_chat
 from lightrlhf.serving.sessions import Session, Sessions, Settings
 
 Messages = list[dict[str, Any]]
@@ -314,6 +315,10 @@ def test_ids_are_what_was_read_and_sampled_whatever_a_program_does(name, actions
 
 
 # ------------------------------------------------------------------------------------------------------------ settings
+def pinned(settings: Settings, fields: dict[str, Any]) -> ChatBody:
+    return settings.pinned(read_chat({"messages": [QUESTION], **fields})[0])
+
+
 @pytest.mark.parametrize(
     "field, value",
     [
@@ -336,24 +341,18 @@ def test_ids_are_what_was_read_and_sampled_whatever_a_program_does(name, actions
 )
 def test_what_changes_the_distribution_is_refused_by_name(field, value):
     with pytest.raises(Refusal, match=rf"^{field} "):
-        Settings().checked({"messages": [QUESTION], field: value})
-    free = Settings(train=False)
-    if field == "n":
+        pinned(Settings(), {field: value})
+    if field in ("n", *NEUTRAL):
         with pytest.raises(Refusal):
-            free.checked({field: value})
+            pinned(Settings(train=False), {field: value})
     else:
-        assert free.checked({field: value})[field] == value
+        assert getattr(pinned(Settings(train=False), {field: value}), field) == value
 
 
 def test_neutral_values_are_taken_and_settings_filled_in():
     body = {"model": "any", "temperature": 0.5, "top_p": 1, "top_k": -1, "frequency_penalty": 0.0, "seed": None, "n": 1}
-    checked = Settings(temperature=0.5, max_tokens=7).checked(body)
-    assert checked["temperature"] == 0.5 and "model" not in checked
-    assert Settings(max_tokens=7).checked({"max_completion_tokens": 3}) == {
-        "max_completion_tokens": 3,
-        "temperature": 1.0,
-    }
-    assert Settings(max_tokens=7).checked({"max_completion_tokens": 30})["max_tokens"] == 7
+    assert pinned(Settings(temperature=0.5, model="own"), body).model == "own"
+    assert pinned(Settings(temperature=0.5), {}).temperature == 0.5
 
 
 @pytest.mark.parametrize(
@@ -431,6 +430,6 @@ def test_equal_messages_are_kept_once():
 
 
 def test_a_forced_call_is_served_as_a_free_one_where_the_session_is_trained():
-    body = {"messages": [QUESTION], "tool_choice": "required"}
-    assert Settings().checked(body)["tool_choice"] == "auto" and body["tool_choice"] == "required"
-    assert Settings(train=False).checked(body)["tool_choice"] == "required"
+    body = {"tool_choice": "required"}
+    assert pinned(Settings(), body).tool_choice == "auto"
+    assert pinned(Settings(train=False), body).tool_choice == "required"

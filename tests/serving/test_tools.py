@@ -12,7 +12,7 @@ from helpers.tool_templates import tool_tokenizer
 
 from lightrlhf.data.chat import controls
 from lightrlhf.data.tokens import encode_prompt
-from lightrlhf.serving.requests import read_conversation
+from lightrlhf.serving.requests import read_chat
 
 ADD = {
     "type": "function",
@@ -229,7 +229,7 @@ WRONG = [
     ([called("a"), result(None)], "messages 2 has no tool_call_id; the calls before it are a"),
     ([result("a")], "answers the call 'a'; the calls before it are none"),
     ([called("a", "a"), result("a")], "messages 1 has two calls of one id"),
-    ([{**called("a"), "tool_calls": [{"id": "a"}]}], "the function of call 0 of messages 1 must be"),
+    ([{**called("a"), "tool_calls": [{"id": "a"}]}], "the function of tool_calls 0 of messages 1 must be"),
     ([{**called("a"), "tool_calls": "a"}], "the tool_calls of messages 1 must be a list of calls"),
 ]
 
@@ -246,7 +246,7 @@ def test_calls_and_results_that_do_not_fit_are_a_400(client, messages, words):
 
 def test_results_have_the_names_of_their_functions_in_the_order_of_the_calls():
     messages = [ASKED[0], called("a", "b"), result("b"), {**result("a"), "content": "6"}, ASKED[0]]
-    found, _ = read_conversation({"messages": messages})
+    _, found, _ = read_chat({"messages": messages})
     assert [(one.get("tool_call_id"), one["content"], one.get("name")) for one in found[2:]] == [
         ("a", "6", "add"),
         ("b", "5", "add"),
