@@ -44,6 +44,14 @@ def test_a_dry_run_shows_its_first_batch_and_writes_nothing(program, dry):
     assert out.count("nothing is written in a dry run") == 1 and out.endswith(f"{ENDING}\n")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [["--student_share", 0.5], ["--estimator", "top_k"], ["--estimator", "k1"]], ids=str)
+def test_a_dry_run_of_distillation_tries_its_flags(flags, dry):
+    """Steps on demonstrations, too, and what a teacher tells."""
+    out = dry("distill", *flags, "--objective", "position")
+    assert "policy: the first micro-batch has" in out and "⟦" in out and out.endswith(f"{ENDING}\n")
+
+
 def test_what_is_shown_is_what_is_trained(dry, runs, tokenizer):
     """One row of a step is a row of the data; of a pair each side, of a reward model the token of the score."""
     rows = {marked(tokenizer, row, "input_ids") for row in load_split(runs.cafe, "finetune", "train")}
