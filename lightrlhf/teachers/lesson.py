@@ -23,6 +23,7 @@ from lightrlhf.data.batch import Batch, Rollout, inference_batches, to_device
 from lightrlhf.data.types import PreTrainedModel, Tokenizer
 from lightrlhf.maths import distillation, groups
 from lightrlhf.maths.head import LogitFunction
+from lightrlhf.maths.sampling_gap import importance_weights
 from lightrlhf.models.forward import inference
 from lightrlhf.models.offload import on_device
 from lightrlhf.models.roles import Policy, policy_inputs
@@ -76,6 +77,7 @@ class Lesson:
     told: Told | None = None  # by the teacher; None where it computes its distribution when it is asked
     weights: Tensor | None = None  # (B,) of the rows; None is 1
     costs: Tensor | None = None  # (B, T-1) factors of the gradient of an action's log-probability, without a baseline's
+    corrections: Tensor | None = None  # (B, T-1) weights of these factors, between sampler and trainer; None is 1
 
     def function(self, micro: TaughtBatch) -> LogitFunction:
         """The function of the student's logits that is summed over the actions of some rows, and their `VALUES`."""
@@ -83,6 +85,7 @@ class Lesson:
         assert place is not None
         judge, moves = self.judge(micro, place), self.run.args.estimator == "k1"
         costs = self._columns(self.costs, place, micro)[at] if self.costs is not None else None
+        corrections = None if self.corrections is None else self._columns(self.corrections, place, micro)[at]
         old = micro.logprobs[at] if micro.logprobs is not None else None
         weights = None if self.weights is None else to_device(self.weights[place], self.run.device)[at[0]]  # (N,)
 
@@ -93,7 +96,8 @@ class Lesson:
             if costs is not None and old is not None:
                 change = found.logprob.detach() - old[rows]
                 cost = costs[rows] + change if moves else costs[rows]  # k1 of the position itself is of the weights now
-                total = total + (weight * change.exp() * cost * found.logprob).sum()
+                ratio = change.exp() if corrections is None else corrections[rows] * change.exp()
+                total = total + (weight * ratio * cost * found.logprob).sum()
             with torch.no_grad():
                 return total, torch.stack(found, 1)
 
@@ -229,6 +233,8 @@ def teach(
         teacher.follow()
     lesson = read(run, teacher, batch)
     lesson.weights = weights
+    if isinstance(batch, Rollout):
+        correct(lesson, batch)
     if args.objective == "position" and args.estimator != "k1":
         return lesson
     assert isinstance(batch, Rollout)
@@ -250,6 +256,20 @@ def teach(
         longest = args.max_new_tokens
         lesson.costs = lesson.costs - distillation.other_rows_mean(lesson.costs, mask, *group, longest, run.ranks.sum)
     return lesson
+
+
+def correct(lesson: Lesson, rollout: Rollout) -> None:
+    """Weigh by `--sampling_correction` what servers sampled: whole responses by sequence kinds.
+
+    By token kinds the gradients of log-probabilities alone: a divergence at a position does not depend on its token.
+    """
+    args, mask = lesson.run.args, rollout.action_mask
+    found = importance_weights(rollout.sampling_gap, mask, args.sampling_correction, args.sampling_bound)
+    if found is None or args.sampling_correction.startswith("token"):
+        lesson.corrections = found
+    else:
+        of_row = found.amax(1)  # (B,), the same at all actions
+        lesson.weights = of_row if lesson.weights is None else lesson.weights * of_row
 
 
 def present(lesson: Lesson | None) -> AbstractContextManager[None]:

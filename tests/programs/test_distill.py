@@ -35,6 +35,7 @@ from lightrlhf.teachers.lesson import Lesson, TaughtBatch, teach
 from lightrlhf.teachers.teacher import load_teacher, seen_by_teacher
 
 EOS = 1
+SERVED = {"rollout_server": ["http://localhost:1"]}
 PROMPT_ROWS = rows_of(6, 9, 3)
 PROMPTS = [PROMPT_ROWS[i] for i in (0, 0, 0, 1, 1, 2)]
 GROUP = torch.tensor([0, 0, 0, 1, 1, 2])
@@ -198,6 +199,8 @@ def test_wrong_settings_are_refused():
         ({"own_teacher": "average"}, "--own_teacher"),
         ({"teacher_decay": 0.5}, "--teacher_decay"),
         ({"estimator": "k1", "beta": 0.5}, "--beta"),
+        (SERVED | {"sampling_correction": "token_mask"}, "--sampling_correction"),
+        (SERVED | {"sampling_bound": 3.0}, "--sampling_bound"),
         ({"estimator": "k1_loss"}, "gradient of mean 0"),
         ({"estimator": "k3_loss"}, "gradient of the forward KL"),
         ({"estimator": "k2_reward"}, "gradient of no divergence"),
@@ -205,6 +208,20 @@ def test_wrong_settings_are_refused():
     ):
         with error_naming(ValueError, name):
             distill_args(**changes)
+
+
+def test_responses_of_servers_are_weighed(student, teacher):
+    """Whole ones by sequence kinds; by token kinds the gradient of what was sampled, not of a position's divergence."""
+    rollout = dataclasses.replace(rollout_of(PROMPTS, RESPONSES), group=GROUP, num_groups=3)
+    rollout.sampling_gap = torch.where(rollout.action_mask, 0.1 * torch.randn(rollout.action_mask.shape), 0.0)
+    found = {}
+    for kind in ("sequence_truncate", "token_truncate", "none"):
+        args = distill_args(**SERVED, objective="sequence", sampling_correction=kind, sampling_bound=9.0)
+        found[kind] = teach(RunOfOneStep(args, policy=student), student, teacher, rollout, rollout.extend(TaughtBatch))
+    whole, token, none = found.values()
+    assert torch.allclose(whole.weights, rollout.sampling_gap.sum(1).exp()) and whole.corrections is None
+    assert torch.allclose(token.corrections, rollout.sampling_gap.exp() * rollout.action_mask) and token.weights is None
+    assert none.weights is None and none.corrections is None
 
 
 def test_a_micro_batch_without_rows_has_no_gradient(student, teacher):

@@ -72,7 +72,9 @@ def objective(student: Table, teacher: Table, old: Table, args: TeacherArgs) -> 
     return total
 
 
-def loss_of(student: Table, teacher: Table, old: Table, text, args: TeacherArgs, whole: bool = False) -> torch.Tensor:
+def loss_of(
+    student: Table, teacher: Table, old: Table, text, args: TeacherArgs, whole: bool = False, **weights: torch.Tensor
+) -> torch.Tensor:
     """The loss of one response by a `Lesson`; whole: its cost is of the response, as for other tokenizers."""
     batch = response_batch([[9]], [list(text)], 0)
     at = torch.arange(len(text)), torch.tensor(text)
@@ -87,7 +89,7 @@ def loss_of(student: Table, teacher: Table, old: Table, text, args: TeacherArgs,
         found = [divergence_at(old, teacher, text[:t], args).detach() for t in range(len(text))]
         costs = later_sum(torch.stack(found)[None], mask) if args.objective == "sequence" else None
     learned = batch.extend(TaughtBatch, logprobs=before[at][None], place=torch.arange(1))
-    lesson = Lesson(run_of(**{name: getattr(args, name) for name in FLAGS}), None, batch, told, costs=costs)
+    lesson = Lesson(run_of(**{name: getattr(args, name) for name in FLAGS}), None, batch, told, costs=costs, **weights)
     total, _ = lesson.function(learned)(student.logprobs(text), slice(0, len(text)))
     return total
 
@@ -124,6 +126,28 @@ def test_the_expected_gradient_of_an_estimator_is_that_of_its_objective(flags, o
             if (s := student.logprob(text)) is not None
         )
         assert torch.allclose(torch.autograd.grad(exact, student.logits)[0], expected, atol=1e-12)
+
+
+@pytest.mark.parametrize("flags", SETTINGS, ids=str)
+def test_weights_between_sampler_and_trainer_give_the_trainer_s_gradient(flags):
+    """Of a response the whole one; of tokens that of prefixes as the sampler draws them, at the first update."""
+    args = TeacherArgs(teacher="x", **flags)
+    student, teacher, old, sampler = Table(1), Table(2), Table(3), Table(4)
+    by_response, by_token = torch.zeros_like(student.logits), torch.zeros_like(student.logits)
+    for text in texts():
+        at = torch.arange(len(text)), torch.tensor(text)
+        gaps = [(one.logprobs(text) - sampler.logprobs(text))[at].detach().exp()[None] for one in (old, student)]
+        losses = (
+            loss_of(student, teacher, old, text, args, weights=gaps[0].prod(1)),
+            loss_of(student, teacher, student, text, args, corrections=gaps[1]),
+        )
+        for total, loss in zip((by_response, by_token), losses):
+            total += sampler.logprob(text).detach().exp() * torch.autograd.grad(loss, student.logits)[0]
+    (expected,) = torch.autograd.grad(objective(student, teacher, old, args), student.logits)
+    assert torch.allclose(by_response, expected, atol=1e-12)
+    if args.objective == "position":
+        (expected,) = torch.autograd.grad(objective(student, teacher, sampler, args), student.logits)
+        assert torch.allclose(by_token, expected, atol=1e-12)
 
 
 def test_a_teacher_that_is_the_student_has_no_expected_gradient():
