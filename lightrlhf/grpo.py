@@ -20,9 +20,10 @@ Switches make the relatives of it; examples/configs/grpo has them by name:
 All counts are over micro-batches and ranks, and a baseline is the whole group's wherever its rows are. Responses
 without a score are in no baseline and not in the loss; groups of equal scores have no advantage; both are counted.
 `--resample_rounds` replaces such groups by other prompts (DAPO, 2503.14476, section 3.2). The prompt of a group is read
-once, in sampling and in training. Dropout is off wherever log-probabilities are stored.
+once, in sampling and in training. Dropout is off wherever log-probabilities are stored. With `--env` or `--tools` a
+response is an episode of several turns, see `generation.episodes`.
 
-Left out: a replay of earlier groups, and several turns, for which masks, weights and returns are ready.
+Left out: a replay of earlier groups, and credit by turn.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ from lightrlhf.data.rows import Given, load_splits
 from lightrlhf.data.scores import Scores
 from lightrlhf.data.splits import Row
 from lightrlhf.data.types import PreTrainedModel, Tokenizer
-from lightrlhf.generation import rollout_metrics
-from lightrlhf.generation.rollout_sampler import RolloutSampler
+from lightrlhf.envs.episode_sampler import make_sampler
+from lightrlhf.generation import rollout_metrics, rollout_sampler
 from lightrlhf.maths import groups, ops, policy_losses, sampling_gap
 from lightrlhf.models.given import load_start
 from lightrlhf.models.roles import Policy, policy_inputs
@@ -72,6 +73,7 @@ class GRPOArgs(
     flags.TeacherTermArgs,
     flags.AheadServerArgs,
     flags.RolloutLogArgs,
+    flags.AgentArgs,
     flags.TensorParallelArgs,
 ):
     """Group relative policy optimisation against reward functions or a reward model."""
@@ -224,7 +226,7 @@ def train(
     num_steps = run.order.num_steps(start.rows, args.rollout_size)
     per_epoch = math.ceil(args.rollout_size * args.num_generations / args.mini_batch_size)  # updates
     model = run.setup("policy", start.policy, args.learning_rate, num_steps * args.ppo_epochs * per_epoch)
-    sampler = RolloutSampler(run, model, reference, start, responses=args.num_generations)
+    sampler = make_sampler(run, model, reference, start, responses=args.num_generations)
     run.keep(start.policy, start.tokenizer, rewards.state)
     measure = partial(evaluate, run, sampler, rewards, start.held_out) if start.held_out else None
 
@@ -364,11 +366,11 @@ def update(
 ) -> Metrics:
     """All optimiser steps of one rollout; averages each metric over the mini-batches that have it."""
     args = run.args
-    num_rows = math.ceil(run.ranks.total(int(batch.ends().sum())) / run.ranks.world_size)
+    num_episodes = math.ceil(run.ranks.total(int(batch.ends().sum())) / run.ranks.world_size)
     parts = (
         minibatch
         for epoch in range(args.ppo_epochs)
-        for minibatch in minibatches(batch, args.mini_batch_size, num_rows, run.ranks.generator(step, epoch, -2))
+        for minibatch in minibatches(batch, args.mini_batch_size, num_episodes, run.ranks.generator(step, epoch, -2))
     )
     with present(lesson):
         metrics = [update_minibatch(run, model, minibatch, loss, lesson) for minibatch in parts]
@@ -376,15 +378,12 @@ def update(
     return {name: sum(values) / len(values) if values else math.nan for name, values in known.items()}
 
 
-def minibatches(batch: GRPOBatch, size: int, num_rows: int, generator: torch.Generator) -> Iterator[GRPOBatch]:
-    """The rows in mini-batches of about `size`, groups shuffled; num_rows, the mean over ranks, fixes how many.
-
-    An episode of several rows counts as one, and stays whole.
-    """
+def minibatches(batch: GRPOBatch, size: int, num_episodes: int, generator: torch.Generator) -> Iterator[GRPOBatch]:
+    """Mini-batches of about `size` whole episodes, groups shuffled; num_episodes: the mean of ranks, fixes how many."""
     place = torch.randperm(batch.num_groups, generator=generator)  # (G,)
     order = place[batch.group].argsort(stable=True)  # (B,)
     sizes = batch.last_rows()[order].unique_consecutive(return_counts=True)[1]  # (E,) rows of each episode
-    for part in sizes.tensor_split(math.ceil(num_rows / size)):
+    for part in sizes.tensor_split(math.ceil(num_episodes / size)):
         rows, order = order.tensor_split([int(part.sum())])
         yield batch.select(rows)
 
@@ -462,7 +461,9 @@ def group_metrics(run: Run[GRPOArgs], rollout: Rollout, scores: Scores, rewards:
 
 
 @torch.no_grad()
-def evaluate(run: Run[GRPOArgs], sampler: RolloutSampler, rewards: Rewards, rows: Sequence[Row]) -> Metrics:
+def evaluate(
+    run: Run[GRPOArgs], sampler: rollout_sampler.RolloutSampler, rewards: Rewards, rows: Sequence[Row]
+) -> Metrics:
     """Score, KL and length of one response to each held-out prompt, with the same noise each time."""
     rollout = sampler.sample_held_out(rows)
     scores = penalize_length(run.args, rollout, rewards(rollout, audited=False).total)  # (B,)

@@ -280,6 +280,11 @@ def dialogue_pair_batch(rows: Sequence[Row], pad_id: int) -> Batch:
     return _collate(ids, actions, pad_id, row_numbers(rows).repeat(2), torch.arange(len(rows)).repeat(2))
 
 
+def masked_batch(ids: Sequence[Sequence[int]], masks: Sequence[Sequence[int]], pad_id: int) -> Batch:
+    """Right-padded rows with a mask each, 1 at the ids that are actions."""
+    return _collate(ids, [torch.tensor(mask[1:], dtype=torch.bool) for mask in masks], pad_id)
+
+
 def response_batch(prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], pad_id: int) -> Batch:
     """Right-padded `[prompt][response]` rows; actions are the response tokens."""
     ids = [[*prompt, *response] for prompt, response in zip(prompts, responses)]

@@ -46,13 +46,17 @@ def generate_rollout(
     """
     module: Any = getattr(policy, "module", policy)  # without what Fabric wraps it in
     prompts = prompt_ids(rows)
-    device = device_of(policy)
     with gather_shards(module):
         sampled = generate(module, prompts, args, end_ids(tokenizer, module.model), noise, num_slots, tokenizer)
         batch = sampled_batch(prompts, sampled, tokenizer.pad_token_id)
-        if torch.is_autocast_enabled(device.type) or is_quantised(module.model):  # a decoding step rounds differently
+        if rounds_otherwise(module):
             batch.logprobs = score_logprobs(policy, batch, args.temperature, num_slots)
     return make_rollout(batch, rows, sampled, tokenizer, reference, args.temperature, num_slots)
+
+
+def rounds_otherwise(policy: Policy) -> bool:
+    """Whether a decoding step rounds differently from a pass over whole texts."""
+    return torch.is_autocast_enabled(device_of(policy).type) or is_quantised(policy.model)
 
 
 def prompt_ids(rows: Sequence[Row]) -> list[list[int]]:

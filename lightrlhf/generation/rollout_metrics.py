@@ -9,13 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightrlhf.cli.groups import AgentArgs
 from lightrlhf.data.batch import Rollout
 from lightrlhf.data.scores import Scores
+from lightrlhf.generation.episodes import STOP_REASONS
 from lightrlhf.generation.rollout import gap_metrics
 from lightrlhf.maths.ops import masked_mean
 from lightrlhf.rewards.audit import RewardAudit
 from lightrlhf.training.rollout_log import log_samples, rollout_rows
 from lightrlhf.training.run import Metrics, Run
+
+COUNTS = ("calls", "failed_calls", "unreadable_calls", "truncated_turns")  # of an episode, whose means are metrics
 
 
 def response_kl(rollout: Rollout) -> Tensor:
@@ -55,7 +59,21 @@ def rollout_metrics(run: Run[Any], rollout: Rollout, scores: Tensor, by_token: T
         "completions/eos_ratio": 1 - truncated,
     } | gap_metrics(run.ranks, rollout, run.args)
     score, reward = row_means(run, [scores, by_token.sum(1)], rollout.ends() & ~scores.isnan())
-    return {"objective/score": score, "objective/reward": reward} | metrics
+    return {"objective/score": score, "objective/reward": reward} | metrics | episode_metrics(run, rollout, "episodes")
+
+
+def episode_metrics(run: Run[Any], rollout: Rollout, prefix: str) -> Metrics:
+    """Means over the episodes of all ranks, as `{prefix}/turns` and the like; nothing of responses of one turn."""
+    if not (isinstance(run.args, AgentArgs) and run.args.plays_episodes):
+        return {}
+    facts = [columns["episode"] for columns in rollout.columns]
+    names = ("turns", "rows", "tokens")
+    columns = {name: [one[name] for one in facts] for name in names}
+    columns |= {name: [one["counts"].get(name, 0) for one in facts] for name in COUNTS}
+    columns["no_reward_ratio"] = [one["fault"] is not None for one in facts]
+    columns |= {f"stop_{reason}_ratio": [one["stop_reason"] == reason for one in facts] for reason in STOP_REASONS}
+    values = [torch.tensor(column, dtype=torch.float32) for column in columns.values()]
+    return {f"{prefix}/{name}": mean for name, mean in zip(columns, row_means(run, values, rollout.ends()))}
 
 
 def reward_metrics(run: Run[Any], scores: Scores, audit: RewardAudit | None) -> Metrics:
@@ -81,7 +99,8 @@ def evaluation_metrics(run: Run[Any], rollout: Rollout, scores: Tensor) -> Metri
     if run.ranks.is_first and run.args.log_rollouts:
         log_samples(run, rollout_rows(rollout, run.args.log_rollouts, scores))
     metrics = dict(zip(("val/kl", "val/mean_length", "val/truncated_ratio", "val/valid_ratio"), means))
-    return dict(zip(("val/score",), row_means(run, [scores], rollout.ends() & ~scores.isnan()))) | metrics
+    (score,) = row_means(run, [scores], rollout.ends() & ~scores.isnan())
+    return {"val/score": score} | metrics | episode_metrics(run, rollout, "val")
 
 
 def row_means(run: Run[Any], columns: Sequence[Tensor], counted: Tensor) -> list[float]:

@@ -13,7 +13,7 @@ from torch import nn
 
 from lightrlhf.cli.errors import UsageError, first_line
 from lightrlhf.cli.functions import load_function
-from lightrlhf.cli.groups import FrozenArgs
+from lightrlhf.cli.groups import AgentArgs, FrozenArgs
 from lightrlhf.data.scores import FAILURES
 from lightrlhf.models.loading import check_weights, from_pretrained, load_scalar
 from lightrlhf.models.names import holds_reward_model, resolve
@@ -26,7 +26,7 @@ from lightrlhf.rewards.audit import RewardAudit
 from lightrlhf.rewards.encoding import Encoding
 from lightrlhf.rewards.functions import RewardFunction, RewardFunctions
 from lightrlhf.rewards.rewards import Rewards
-from lightrlhf.rewards.scorers import FunctionScorer, GroupScorer, ModelScorer, PairScorer
+from lightrlhf.rewards.scorers import EnvScorer, FunctionScorer, GroupScorer, ModelScorer, PairScorer
 from lightrlhf.rewards.workers import path_of
 from lightrlhf.training.ranks import LocalRanks, Ranks
 
@@ -106,7 +106,8 @@ def load_rewards(
     ranks: Ranks | None = None,
     freeze: Freeze | None = None,
 ) -> Rewards:
-    """The rewards of `--rm_experiment_dir`, then of `reward`, one or several functions, or of `--reward_function`.
+    """The rewards of `--rm_experiment_dir`, then of `reward`, one or several functions, or of `--reward_function`, then
+    of the environment of episodes.
 
     batch_size: rows of a forward pass, at most. grouped: responses come in groups, which a model that compares two may
     judge. keeps_infinite: the caller clips scores, so an infinite one is a score; ranks: of a run. The others as in
@@ -142,8 +143,11 @@ def load_rewards(
                 function, name, keeps_infinite, timeout, path, takes_messages=True, ranks=ranks or LocalRanks()
             )
         )
-    weights = torch.tensor(args.reward_weights or [1.0] * len(names), dtype=torch.float64)
-    return Rewards(scorers, tuple(names), weights)
+    if isinstance(args, AgentArgs) and args.plays_episodes:  # of tools alone only the faults count
+        names.append(unique_name("env", names))
+        scorers.append(EnvScorer())
+    weights = [*args.reward_weights, *[1.0] * (len(names) - len(args.reward_weights))]
+    return Rewards(scorers, tuple(names), torch.tensor(weights, dtype=torch.float64))
 
 
 def reward_functions(paths: Sequence[str], reward: RewardFunctions | None) -> list[tuple[RewardFunction, str]]:

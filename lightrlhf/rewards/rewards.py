@@ -15,7 +15,7 @@ from lightrlhf.data.batch import Rollout
 from lightrlhf.data.scores import FAILURES, Scores
 from lightrlhf.rewards.audit import RewardAudit
 from lightrlhf.rewards.encoding import samples_of
-from lightrlhf.rewards.scorers import FunctionScorer, Groups, GroupScorer
+from lightrlhf.rewards.scorers import EnvScorer, FunctionScorer, Groups, GroupScorer
 
 
 @dataclass
@@ -81,7 +81,7 @@ class Rewards:
         """A row of R values for each response: a number, None where a reward does not apply, NaN where it failed."""
         columns = []
         for scorer in self.scorers:
-            if isinstance(scorer, FunctionScorer):
+            if isinstance(scorer, FunctionScorer | EnvScorer):
                 columns.append(scorer.score([sample for group in groups for sample in group]))
             else:
                 values = [value for group in scorer(groups) for value in group]

@@ -136,6 +136,18 @@ def find_complete_group(chances: Container[tuple[int, int]], lengths: Sequence[i
     return []
 
 
+class EnvScorer:
+    """What the environment of an episode gave it: the column `episode` of `generation.episodes`."""
+
+    def __call__(self, groups: Groups) -> list[list[float | None]]:
+        return [self.score(group) for group in groups]
+
+    def score(self, samples: Sequence[Sample]) -> list[float | None]:
+        """Its numbers; None where it gives no reward, NaN where it failed, so that no other reward counts either."""
+        facts = [sample.columns["episode"] for sample in samples]
+        return [math.nan if one["fault"] else one["score"] for one in facts]
+
+
 @dataclass
 class FunctionScorer:
     """A Python function, called as in `rewards.functions`; with `timeout`, in processes that can be killed."""

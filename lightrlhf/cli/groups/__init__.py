@@ -3,6 +3,7 @@
 The first line of a group's docstring is its title in `--help`, the docstring of a field its sentence.
 """
 
+from lightrlhf.cli.groups.agents import AgentArgs
 from lightrlhf.cli.groups.data import DataArgs, DataSetsArgs, SealArgs
 from lightrlhf.cli.groups.devices import DeviceArgs, TensorParallelArgs
 from lightrlhf.cli.groups.evaluation import EvalArgs, EvalIntervalArgs
@@ -16,6 +17,7 @@ from lightrlhf.cli.groups.teacher import TeacherArgs, TeacherTermArgs
 from lightrlhf.cli.groups.train import FrozenModelsArgs, TrainArgs
 
 __all__ = [
+    "AgentArgs",
     "AheadServerArgs",
     "AuditArgs",
     "DataArgs",

@@ -39,7 +39,7 @@ class RewardArgs(Args):
         if reward is not None and (not functions or self.reward_function):
             raise UsageError("reward: give a function or several, and no --reward_function")
         check_reward_model(self.rm_experiment_dir)
-        num_rewards = len(functions) + (self.rm_experiment_dir is not None)
+        num_rewards = len(functions) + (self.rm_experiment_dir is not None) + bool(getattr(self, "env", None))
         weights = " ".join(map(str, self.reward_weights))
         if not num_rewards and (weights or self.reward_timeout):
             unused = f"weights {weights}" if weights else f"timeout {self.reward_timeout}"

@@ -1,0 +1,53 @@
+"""Flags of agents: episodes of several turns with tools or an environment."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from lightrlhf.cli.fields import Args, at_least, flag, positive
+
+# what is not made for episodes of several turns
+NOT_YET: dict[str, Any] = {
+    "rollout_server": ...,
+    "tensor_parallel": ...,
+    "resample_rounds": ...,
+    "teacher_coeff": ...,
+    "overlong_buffer": ...,
+    "overlong_filter": True,
+    "missing_eos_penalty": ...,
+    "importance_sampling_level": "sequence",
+    "aggregation": "constant",
+    "advantage": "none",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentArgs(Args):
+    """Agents."""
+
+    env: str | None = flag(None, required="reward", excludes=NOT_YET)
+    """Environment to act in over several turns, `package.module:Class`; its reward is named `env`."""
+    tools: list[str] = flag([], unique=True, excludes=NOT_YET, show="rarely")
+    """Python functions `package.module:name` that the policy may call as tools, one or several."""
+    max_turns: int = at_least(1, 8, show="rarely")
+    """Most turns of the policy in an episode; `max_new_tokens` limits each."""
+    max_episode_tokens: int | None = at_least(1, None, show="rarely")
+    """Most tokens that the policy samples in an episode. Default: as many as its turns may have."""
+    max_observation_tokens: int = at_least(16, 1024, show="rarely")
+    """Longest observation in tokens; of a longer one head and tail are kept."""
+    env_workers: int = at_least(1, 16, show="rarely")
+    """Processes on each rank, with an environment each; more episodes are played in waves."""
+    env_timeout: float = positive(60.0, show="rarely")
+    """Seconds of one call of the environment, after which its process is ended."""
+
+    def _check(self) -> None:
+        if self.env and self.tools:
+            raise ValueError(
+                f"--tools {' '.join(self.tools)} with --env {self.env}: an environment brings its own tools"
+            )
+
+    @property
+    def plays_episodes(self) -> bool:
+        """Whether samples are episodes of several turns."""
+        return bool(self.env or self.tools)

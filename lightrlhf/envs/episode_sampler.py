@@ -1,0 +1,199 @@
+"""The sampler of a run whose samples are episodes: prompts, seeds and noise, and the rollout of what was played.
+
+Everything random follows from the run's seed, the step, and the number of the episode and its turn, so a resumed run
+needs no state. The members of a group share the environment's seed, and each has its noise.
+
+A row of the rollout has ids that the policy read and sampled; its actions are the sampled ones. An episode
+has several rows where the chat template rewrites history, and then the column `episode`. Each has the whole dialogue as
+`messages` and what happened as `episode` among its columns, for reward functions and logs.
+
+Left out: episodes on servers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightrlhf.cli.errors import NotFinite, UsageError
+from lightrlhf.data.batch import Rollout, SampledBatch, masked_batch, mix_seed, number_rows, seeded_noise
+from lightrlhf.data.chat import controls
+from lightrlhf.data.splits import Row
+from lightrlhf.data.tokens import decode, messages_of
+from lightrlhf.data.types import Tokenizer
+from lightrlhf.generation.conversations import Conversation, Plan
+from lightrlhf.generation.dialogues import max_positions
+from lightrlhf.generation.engine import Completions, generate
+from lightrlhf.generation.episode_env import Message
+from lightrlhf.generation.episodes import Episode, Limits, Pool, check_template, play
+from lightrlhf.generation.rollout import make_rollout, rounds_otherwise, score_logprobs
+from lightrlhf.generation.rollout_sampler import RolloutSampler
+from lightrlhf.generation.served import Request
+from lightrlhf.models.roles import Policy
+from lightrlhf.models.sharding import gather_shards
+from lightrlhf.models.tokenizer import end_ids
+from lightrlhf.training.run import Run
+from lightrlhf.training.start import Start
+
+MOST_UNREWARDED = 0.2  # share of a step's episodes without a reward from which on the run warns
+
+
+class EpisodeSampler(RolloutSampler):
+    """Plays `responses` episodes from each prompt of a step, with the weights that are trained.
+
+    Raises: UsageError when the chat template cannot render the tools, or the environment cannot be started.
+    """
+
+    def __init__(
+        self,
+        run: Run[Any],
+        model: nn.Module,
+        reference: nn.Module | None,
+        start: Start[Any, Row],
+        responses: int = 1,
+        pool: Pool | None = None,
+    ) -> None:
+        super().__init__(run, model, reference, start, responses)
+        self.policy: Policy = getattr(model, "module", model)  # without what Fabric wraps it in
+        self.pool: Pool = pool or open_pool(run)
+        self.has_warned = False
+        check_template(self.tokenizer, self.pool.tools)
+        args = run.args
+        tokens = args.max_episode_tokens or args.max_turns * args.max_new_tokens
+        lengths = args.max_new_tokens, args.max_observation_tokens
+        self.limits = Limits(args.max_turns, tokens, max_positions(self.policy), *lengths)
+
+    def sample_held_out(self, rows: Sequence[Row]) -> Rollout:
+        """An episode from each of the first held-out prompts, by the same seeds and noise each time."""
+        rows = self.run.order.eval_rows(rows, self.run.args.rollout_mini_batch_size)
+        return self._play(number_rows(rows, range(len(rows))), range(len(rows)), (-1,))
+
+    def _respond(
+        self, drawn: Sequence[int], groups: Sequence[int], key: tuple[int, ...], ahead: Request | None = None
+    ) -> Rollout:
+        rows = [row for row in number_rows(self.prompts, drawn) for _ in range(self.responses)]
+        return self._play(rows, [group for group in groups for _ in range(self.responses)], key)
+
+    def _play(self, rows: Sequence[Row], groups: Sequence[int], key: tuple[int, ...]) -> Rollout:
+        """This rank's episodes from prompt rows of all ranks, numbered as `groups`."""
+        seed, own = self.run.ranks.seed, self.run.ranks.shard(range(len(rows)))
+        episodes = [
+            Episode(
+                messages=prompt_messages(self.tokenizer, rows[i]),
+                seed=mix_seed(*key, groups[i], start=seed) % 2**31,
+                noise=mix_seed(*key, i, start=seed),
+                prompt=rows[i],
+                conversation=Conversation(self.tokenizer),
+            )
+            for i in own
+        ]
+        with self.run.autocast(), gather_shards(self.policy):
+            removed = play(episodes, self.pool, self._sample, self.tokenizer, self.limits)
+            rollout = self._rollout(episodes, removed)
+        self._warn(episodes)
+        group = torch.tensor([groups[i] for i in own], dtype=torch.int64)[rollout.group]
+        return dataclasses.replace(rollout, group=group, num_groups=self._num_groups)
+
+    def _sample(self, episodes: Sequence[Episode], plans: Sequence[Plan]) -> Completions:
+        """The next turn of each episode, behind the keys and values of its last prompt."""
+        args, prefixes = self.run.args, [one.prefix for one in episodes]
+        noise = [seeded_noise(mix_seed(one.num_turns, start=one.noise), args.max_new_tokens) for one in episodes]
+        ends = end_ids(self.tokenizer, self.policy.model)
+        settings = ends, torch.stack(noise), args.rollout_mini_batch_size, self.tokenizer, prefixes
+        try:
+            sampled = generate(self.policy, [plan.ids for plan in plans], args, *settings)
+        except NotFinite as problem:
+            raise NotFinite(str(problem), rows=[episodes[i].prompt["row"] for i in problem.indices]) from None
+        for one, prefix in zip(episodes, prefixes):
+            one.prefix = prefix
+        return sampled
+
+    def _rollout(self, episodes: Sequence[Episode], removed: float) -> Rollout:
+        """The rows of episodes; `group` is the number of each one's episode here."""
+        args, found, of = self.run.args, [], []
+        for number, one in enumerate(episodes):
+            columns = {**one.prompt.get("columns", {}), "messages": one.messages, "episode": one.facts()}
+            for ids, mask, logprobs in rows_of(one):
+                start = mask.index(1) if any(mask) else len(ids)
+                row = {"row": one.prompt["row"], "input_ids": ids[:start], "columns": columns}
+                found.append((row, ids, mask, logprobs))
+                of.append(number)
+        contexts, ids, masks, logprobs = zip(*found) if found else ((), (), (), ())
+        batch = masked_batch(ids, masks, self.tokenizer.pad_token_id).extend(SampledBatch, logprobs=torch.empty(0))
+        batch.logprobs = torch.zeros(batch.action_mask.shape)  # (B, T-1)
+        batch.logprobs[batch.action_mask] = torch.tensor([value for row in logprobs for value in row])
+        settings = args.temperature, args.rollout_mini_batch_size
+        if rounds_otherwise(self.policy):
+            batch.logprobs = score_logprobs(self.model, batch, *settings)
+        sampled = Completions([], [], [is_cut(episodes[i]) for i in of], removed)
+        rollout = make_rollout(batch, contexts, sampled, self.tokenizer, self.reference, *settings)
+        rollout.group = torch.tensor(of, dtype=torch.int64)
+        rollout.episode = rollout.group if len(of) > len(episodes) else None
+        return rollout
+
+    def _warn(self, episodes: Sequence[Episode]) -> None:
+        """Warn once where many episodes have no reward, since a policy must not escape a bad one by a fault."""
+        faults = [one.fault for one in episodes if one.fault]
+        if len(faults) > MOST_UNREWARDED * len(episodes) and not self.has_warned:
+            self.has_warned = True
+            self.run.print0(
+                f"warning: {len(faults)} of {len(episodes)} episodes of step {self.run.step + 1} have no reward, for "
+                f"their environment failed ({faults[0].kind}: {faults[0].text}); they are left out"
+            )
+
+
+def make_sampler(
+    run: Run[Any], model: nn.Module, reference: nn.Module | None, start: Start[Any, Row], responses: int = 1
+) -> RolloutSampler:
+    """The sampler of a run: of episodes with `--env` or `--tools`, else of responses."""
+    kind = EpisodeSampler if run.args.plays_episodes else RolloutSampler
+    return kind(run, model, reference, start, responses)
+
+
+def open_pool(run: Run[Any]) -> Pool:
+    """The environments of a run, which end with it."""
+    from lightrlhf.envs.env_workers import EnvPool
+    from lightrlhf.envs.ways import EnvSpec
+
+    args = run.args
+    pool = EnvPool(EnvSpec(args.env, tools=tuple(args.tools)), args.env_workers, args.env_timeout)
+    run.on_end(pool.close)
+    return pool
+
+
+def rows_of(one: Episode) -> Iterator[tuple[list[int], list[int], list[float]]]:
+    """The rows of an episode: ids, mask of what was sampled, and its log-probabilities; without a turn the prompt."""
+    turns = one.conversation.turns
+    for number, row in enumerate(one.conversation.rows):
+        mask = [0] * len(row.ids)
+        for turn in (own := [turn for turn in turns if turn.row == number]):
+            mask[turn.start : turn.end] = [1] * (turn.end - turn.start)
+        yield row.ids, mask, [value for turn in own for value in turn.logprobs]
+    if not turns:
+        ids = [int(i) for i in one.prompt["input_ids"]]
+        yield ids, [0] * len(ids), []
+
+
+def is_cut(one: Episode) -> bool:
+    """Whether the last turn was stopped by its length."""
+    return bool(one.conversation.turns) and one.conversation.turns[-1].stop_reason == "length"
+
+
+def prompt_messages(tokenizer: Tokenizer, row: Row) -> list[Message]:
+    """The messages of a prompt row; a text is what the user says.
+
+    Raises: UsageError when the chat template did not render it, or rendered it with tools.
+    """
+    ids = [int(i) for i in row["input_ids"]]
+    if messages := messages_of(tokenizer, ids):
+        return [dict(message) for message in messages]
+    if controls(tokenizer).ids & {*ids[1:]}:
+        raise UsageError(
+            f"prompt {row['row']} of the data was not rendered by the tokenizer's chat template, or with tools: "
+            "episodes need its messages; prepare it again without tools"
+        )
+    return [{"role": "user", "content": decode(tokenizer, ids)}]

@@ -1,0 +1,243 @@
+"""Episodes of several turns with tools or an environment, played together, exact to the token.
+
+An episode's ids are kept as they were read and sampled (`conversations`). All episodes that wait for a turn are sampled
+in one call of the engine, then their environments answer, each in its own process: turns move in lock-step, so that
+what is sampled depends on no clock. Environments that are fewer than the episodes are used one episode after another.
+
+An episode ends by a stop reason:
+
+    done, answer               the environment says so; a reply without a call, where there are tools alone
+    turns, tokens, context     the next turn would exceed a limit; of `context`, the model's positions
+    env_crashed, env_timeout   a call of the policy took the environment's process down
+    fault                      the environment's own side failed: there is no reward, which is never 0
+
+Left out: episodes that move on one by one, servers, compaction of a context that is full, and reasoning in replies to
+an environment without tools.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+from lightrlhf.cli.errors import UsageError
+from lightrlhf.data.chat import protect
+from lightrlhf.data.splits import Row
+from lightrlhf.data.tokens import decode, encode_text
+from lightrlhf.data.tool_calls import parse, schema_of
+from lightrlhf.data.types import Tokenizer
+from lightrlhf.generation.conversations import Conversation, Plan
+from lightrlhf.generation.engine import Completions
+from lightrlhf.generation.episode_env import Answer, Fault, Json, Message, opening
+from lightrlhf.generation.prefix_cache import CachedPrefix
+
+Result = list[Message] | Answer | float | None | Fault
+STOP_REASONS = ("done", "answer", "turns", "tokens", "context", "env_crashed", "env_timeout", "fault")
+BROKEN = ("env_crashed", "env_timeout")  # stop reasons after which there is no environment to ask
+
+
+class Pool(Protocol):
+    """Environments in processes. A request returns at once; an episode has one at a time."""
+
+    @property
+    def tools(self) -> list[Json] | None: ...
+
+    def reset(self, episode: int, seed: int, row: dict[str, Any]) -> None: ...
+
+    def step(self, episode: int, reply: Message) -> None: ...
+
+    def finish(self, episode: int, stop_reason: str) -> None: ...
+
+    def results(self) -> Iterator[tuple[int, Result]]:
+        """What was asked for, as it comes, until nothing runs; a reset may wait for an episode to end."""
+
+
+class Limits(NamedTuple):
+    """Where an episode ends."""
+
+    turns: int
+    tokens: float  # that are sampled in all turns
+    positions: float  # of the model
+    turn: int  # tokens of one turn
+    observation: int  # tokens of a message of the environment
+
+
+@dataclass(eq=False)
+class Episode:
+    """An episode from its prompt to its outcome. `waits_for` the environment's reset, answer or outcome, or a turn."""
+
+    messages: list[Message]
+    seed: int  # of the environment, one for all members of a group
+    noise: int  # seed of the noise of its turns
+    prompt: Row
+    conversation: Conversation
+    rewards: list[float] = field(default_factory=list)  # of each turn
+    counts: Counter[str] = field(default_factory=Counter)
+    stop_reason: str = ""
+    outcome: float | None = None
+    fault: Fault | None = None
+    waits_for: str = "reset"  # answer, outcome, turn; empty: it is over
+    prefix: CachedPrefix | None = None  # KV cache of the last prompt
+
+    @property
+    def num_turns(self) -> int:
+        return len(self.conversation.turns)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that were sampled."""
+        return sum(turn.end - turn.start for turn in self.conversation.turns)
+
+    @property
+    def score(self) -> float | None:
+        """Rewards of turns and outcome together; None without one."""
+        if self.fault or (self.outcome is None and self.stop_reason not in BROKEN):
+            return None
+        return sum(self.rewards) + (self.outcome or 0.0)
+
+    def facts(self) -> dict[str, Any]:
+        """What the logs show beside its ids, as plain values."""
+        return {
+            "stop_reason": self.stop_reason,
+            "turns": self.num_turns,
+            "rows": len(self.conversation.rows),
+            "tokens": self.num_tokens,
+            "rewards": self.rewards,
+            "score": self.score,
+            "fault": self.fault and self.fault.kind,
+            "counts": dict(self.counts),
+        }
+
+    def take(self, result: Result, shorten: Callable[[Message], Message]) -> None:
+        """Take what the environment has answered."""
+        if isinstance(result, Fault):
+            self.fail(result)
+        elif isinstance(result, Answer):
+            self.rewards.append(result.reward)
+            self.counts.update(result.counts)
+            if result.done:
+                self.stop_reason = result.stop_reason
+                self.waits_for = "" if result.stop_reason in BROKEN else "end"
+            elif result.messages:
+                self.messages += map(shorten, result.messages)
+                self.waits_for = "turn"
+            else:
+                self.fail(Fault("errors", "the environment gave neither an observation nor an end"))
+        elif isinstance(result, list):
+            self.messages = opening(self.messages, [shorten(message) for message in result])
+            self.waits_for = "turn"
+        else:
+            self.outcome, self.waits_for = result, ""
+        if not self.waits_for:
+            self.prefix = None
+
+    def fail(self, fault: Fault) -> None:
+        self.fault, self.stop_reason, self.waits_for, self.prefix = fault, "fault", "", None
+
+
+Sample = Callable[[Sequence[Episode], Sequence[Plan]], Completions]  # the next turn of each episode
+
+
+def play(episodes: Sequence[Episode], pool: Pool, sample: Sample, tokenizer: Tokenizer, limits: Limits) -> float:
+    """Play episodes to their end; returns the mean probability that top-k, top-p and min-p removed.
+
+    Raises: UsageError when the chat template refuses a prompt, or it does not fit into the model.
+    """
+    removed = tokens = 0.0
+
+    def shorten(message: Message) -> Message:
+        return shortened(tokenizer, message, limits.observation)
+
+    for number, one in enumerate(episodes):
+        pool.reset(number, one.seed, one.prompt.get("columns", {}))
+    while any(one.waits_for for one in episodes):
+        for number, result in pool.results():
+            episodes[number].take(result, shorten)
+        plans: dict[int, Plan] = {}
+        for number, one in enumerate(episodes):
+            if one.waits_for == "turn" and (plan := plan_turn(one, pool.tools, limits)):
+                plans[number] = plan
+            if one.waits_for == "end":
+                one.waits_for = "outcome"
+                pool.finish(number, one.stop_reason)
+        if not plans:
+            continue
+        sampled = sample([episodes[number] for number in plans], [*plans.values()])
+        count = sum(map(len, sampled.responses))
+        removed, tokens = removed + sampled.removed_mass * count, tokens + count
+        for (number, plan), *turn in zip(plans.items(), sampled.responses, sampled.logprobs, sampled.truncated):
+            pool.step(number, take_turn(episodes[number], plan, pool.tools, limits, *turn))
+    return removed / max(tokens, 1)
+
+
+def plan_turn(one: Episode, tools: list[Json] | None, limits: Limits) -> Plan | None:
+    """What the policy reads before its next turn; None where the episode ends here, by a limit or a fault."""
+    if one.num_turns >= limits.turns:
+        return _end(one, "turns")
+    if one.num_tokens >= limits.tokens:
+        return _end(one, "tokens")
+    try:
+        plan = one.conversation.begin(one.messages, tools)
+    except UsageError as problem:
+        if not one.num_turns:
+            raise
+        one.fail(Fault("errors", str(problem)))  # a text of the environment that the template or tokenizer refuses
+        return None
+    if one.num_turns and len(plan.ids) + limits.turn > limits.positions:
+        return _end(one, "context")
+    return plan
+
+
+def _end(one: Episode, stop_reason: str) -> None:
+    one.stop_reason, one.waits_for = stop_reason, "end"
+
+
+def take_turn(
+    one: Episode,
+    plan: Plan,
+    tools: list[Json] | None,
+    limits: Limits,
+    ids: list[int],
+    logprobs: list[float],
+    truncated: bool,
+) -> Message:
+    """Add a sampled turn, cut to what is left of the episode's tokens; returns it as a message.
+
+    The end of a turn that was cut is not sampled: the template's suffix closes it.
+    """
+    left = int(min(limits.tokens - one.num_tokens, len(ids)))
+    ids, logprobs, truncated = ids[:left], logprobs[:left], truncated or left < len(ids)
+    tokenizer = one.conversation.tokenizer
+    reply: Message = {"role": "assistant", "content": decode(tokenizer, ids)}
+    if tools:
+        parsed = parse(tokenizer, ids, plan.prompt, tools, plan.number)
+        reply = parsed.as_message()
+        one.counts["unreadable_calls"] += parsed.problem is not None
+    one.counts["truncated_turns"] += truncated
+    stop_reason = "length" if truncated else "tool_calls" if "tool_calls" in reply else "stop"
+    one.conversation.end(plan, {}, one.messages, tools, ids, logprobs, reply, stop_reason, "")
+    one.messages = [*one.messages, reply]
+    one.waits_for = "answer"
+    return reply
+
+
+def shortened(tokenizer: Tokenizer, message: Message, limit: int) -> Message:
+    """A message of the environment with at most `limit` tokens of its text, head and tail, and a note between them."""
+    text = message.get("content") or ""
+    if len(text.encode()) <= limit:
+        return message
+    ids = encode_text(tokenizer, protect(tokenizer, text))
+    if len(ids) <= limit:
+        return message
+    head, tail = (decode(tokenizer, part).strip("\ufffd") for part in (ids[: limit - limit // 2], ids[-(limit // 2) :]))
+    return {**message, "content": f"{head}\n[{len(ids) - limit} tokens left out]\n{tail}"}
+
+
+def check_template(tokenizer: Tokenizer, tools: list[Json] | None) -> None:
+    """Raises: UsageError when episodes cannot be rendered by the tokenizer's chat template."""
+    if not tokenizer.chat_template:
+        raise UsageError("episodes of several turns need a chat template; give one by --chat_template")
+    if tools:
+        schema_of(tokenizer)

@@ -1,0 +1,187 @@
+"""GRPO on episodes of several turns: what is trained is what was played, and an episode counts once."""
+
+import copy
+import dataclasses
+import random
+import shutil
+
+import pytest
+import torch
+from helpers import RunOfOneStep, assert_same_gradients, last_checkpoint, metrics, tiny_model, weights
+from helpers.episodes import LocalPool, Told
+from helpers.errors import error_naming
+from helpers.templates import ZOO
+
+from lightrlhf import GRPOArgs, UsageError, grpo
+from lightrlhf.envs import episode_sampler
+from lightrlhf.models.probes import enable_packing
+from lightrlhf.models.roles import Policy
+from lightrlhf.rewards.rewards import Rewards
+from lightrlhf.rewards.scorers import EnvScorer
+from lightrlhf.storage.jsonl import read_jsonl
+
+KEEPS, REWRITES = "qwen25", "deepseek_r1"  # templates of the zoo
+PROMPTS = [{"prompt": [{"role": "user", "content": f"Say {word}"}], "word": word} for word in ("tea", "water", "milk")]
+SIZES = {"num_generations": 3, "rollout_size": 2, "mini_batch_size": 6, "micro_batch_size": 6, "max_new_tokens": 5}
+SIZES |= {"rollout_mini_batch_size": 4, "max_turns": 4, "log_interval": 1, "accelerator": "cpu", "eval_interval": 0}
+
+
+class Game(Told):
+    """Ends at random, by its seed; a turn's reward and the outcome are the letters of the word that were said."""
+
+    def reset(self, seed, row):
+        super().reset(seed, row)
+        self.rng, self.word = random.Random(seed), row["word"]
+        self.num_turns = self.rng.randint(1, 3)
+        return [{"role": "user", "content": f"You have {self.num_turns}."}]
+
+    def step(self, reply):
+        answer = super().step(reply)
+        return dataclasses.replace(answer, reward=self.letters(), counts={"calls": 1})
+
+    def finish(self, stop_reason):
+        return 2 * self.letters()
+
+    def letters(self) -> float:
+        return float(sum(letter in self.word for letter in "".join(self.said)))
+
+
+def agent_args(**changes) -> GRPOArgs:
+    return GRPOArgs(**({"env": "helpers.episodes:Told", **SIZES} | changes))
+
+
+def model_of(name: str):
+    tokenizer = ZOO[name].tokenizer
+    special = {"pad_token_id": tokenizer.pad_token_id, "bos_token_id": None, "eos_token_id": tokenizer.eos_token_id}
+    return tiny_model("llama", vocab_size=len(tokenizer), **special, max_position_embeddings=1024)
+
+
+@pytest.fixture
+def pools(monkeypatch):
+    """The pools of runs, in this process."""
+    made = []
+
+    def open_pool(run):
+        made.append(LocalPool(Game, size=4, order=len(made)))
+        return made[-1]
+
+    monkeypatch.setattr(episode_sampler, "open_pool", open_pool)
+    return made
+
+
+def trained(name: str, tmp_path, model=None, on_step=None, **changes):
+    given = {"policy": model or model_of(name), "tokenizer": copy.deepcopy(ZOO[name].tokenizer), "prompts": PROMPTS}
+    args = agent_args(log_dir=str(tmp_path), learning_rate=1e-2, **({"max_steps": 2} | changes))
+    return grpo.train(args, **given, on_step=on_step)
+
+
+def rollout_of(name: str, tmp_path, **changes):
+    """The first rollout of a run."""
+    rollouts = []
+
+    def keep(step, metrics, rollout):
+        rollouts.append(rollout)
+
+    trained(name, tmp_path, on_step=keep, **({"max_steps": 1, "init_kl_coeff": 0.1} | changes))
+    return rollouts[0]
+
+
+@pytest.mark.parametrize("name", [KEEPS, REWRITES])
+def test_a_run_on_episodes_learns_and_tells_what_happened(name, pools, tmp_path):
+    folder = trained(name, tmp_path, init_kl_coeff=0.1, log_rollouts=6, save_interval=1)
+    first = metrics(folder)[0]
+    assert first["policy/ratio"] == pytest.approx(1, abs=1e-4) and first["objective/kl"] == pytest.approx(0, abs=1e-4)
+    assert first["policy/grad_norm"] > 0 and first["episodes/turns"] >= 1 and first["episodes/stop_done_ratio"] == 1
+    assert (first["episodes/rows"] > 1) == (name == REWRITES)
+    assert first["objective/score"] == pytest.approx(first["reward/env"]) and first["episodes/no_reward_ratio"] == 0
+    rows = read_jsonl(folder / "rollouts.jsonl")
+    episode = rows[0]["columns"]["episode"]
+    assert episode["stop_reason"] == "done" and len(episode["rewards"]) == episode["turns"]
+    assert rows[0]["score"] == episode["score"] and rows[0]["columns"]["word"] in "tea water milk"
+    end = weights(last_checkpoint(folder))
+    shutil.rmtree(folder / "checkpoint-000002")
+    resumed = trained(name, tmp_path, init_kl_coeff=0.1, log_rollouts=6, save_interval=1, resume_from=str(folder))
+    assert resumed == folder and weights(last_checkpoint(folder)) == end
+    assert read_jsonl(folder / "rollouts.jsonl") == rows
+
+
+def test_members_of_a_group_have_one_seed_of_the_environment_and_noise_of_their_own(pools, tmp_path):
+    rollout = rollout_of(KEEPS, tmp_path)
+    seeds = [values[0] for _, name, values in pools[0].log if name == "reset"][:6]
+    assert len({*seeds[:3]}) == len({*seeds[3:]}) == 1 and seeds[0] != seeds[3]
+    texts = [text for _, text in rollout.texts]
+    assert len({*texts[:3]}) > 1
+    assert rollout.group.tolist() == [0, 0, 0, 1, 1, 1] and rollout.episode is None
+
+
+@pytest.mark.parametrize("name", [KEEPS, REWRITES])
+def test_actions_are_what_was_sampled_with_the_log_probabilities_of_a_pass(name, pools, tmp_path):
+    rollout = rollout_of(name, tmp_path)
+    assert (rollout.episode is not None) == (name == REWRITES)
+    sampled = sum(columns["episode"]["tokens"] for columns in rollout.select(rollout.ends()).columns)
+    assert int(rollout.action_mask.sum()) == sampled and (rollout.logprobs != 0).eq(rollout.action_mask).all()
+    assert torch.allclose(rollout.logprobs, rollout.ref_logprobs * rollout.action_mask, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", [KEEPS, REWRITES])
+@pytest.mark.parametrize("aggregation", ["token", "sequence", "prompt"])
+def test_micro_batches_and_packing_change_no_gradient(name, aggregation, pools, tmp_path):
+    rollout = rollout_of(name, tmp_path)
+    policy = Policy(model_of(name)).eval()
+    enable_packing(policy)
+    assert policy.packs
+    found = []
+    for size, packs in ((6, True), (6, False), (1, True), (2, False)):
+        args = agent_args(aggregation=aggregation, micro_batch_size=size)
+        run = RunOfOneStep(args, policy=policy)
+        scores = Rewards([EnvScorer()], ("env",), torch.ones(1, dtype=torch.float64))(rollout)
+        batch = grpo.estimate_advantages(args, rollout, scores)
+        policy.packs = packs
+        policy.zero_grad()
+        grpo.update_minibatch(run, policy, batch, args.load_loss())
+        policy.zero_grad()
+        found.append(run.gradients["policy"])
+    for other in found[1:]:
+        assert_same_gradients(other, found[0], atol=2e-6)
+
+
+def test_equal_outcomes_change_nothing(pools, tmp_path, monkeypatch):
+    monkeypatch.setattr(Game, "letters", lambda self: 0.0)
+    assert [row["policy/grad_norm"] for row in metrics(trained(REWRITES, tmp_path))] == [0, 0]
+
+
+def test_an_episode_without_a_reward_is_in_no_baseline_and_many_are_warned_of(pools, tmp_path, monkeypatch, capsys):
+    finish = Game.finish
+
+    def failing(self, stop_reason):
+        return finish(self, stop_reason) / (self.word != "tea")
+
+    monkeypatch.setattr(Game, "finish", failing)
+    folder = trained(KEEPS, tmp_path, rollout_size=3)
+    first = metrics(folder)[0]
+    assert first["episodes/no_reward_ratio"] == pytest.approx(1 / 3) == first["episodes/stop_fault_ratio"]
+    assert first["objective/valid_ratio"] == pytest.approx(2 / 3)
+    assert capsys.readouterr().out.count("3 of 9 episodes of step 1 have no reward") == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "facts"),
+    [
+        ({"resample_rounds": 2}, ["--resample_rounds 2"]),
+        ({"importance_sampling_level": "sequence"}, ["--importance_sampling_level sequence"]),
+        ({"rollout_server": ["http://localhost:8000"]}, ["--rollout_server"]),
+        ({"tools": ["x:y"]}, ["--tools", "--env"]),
+    ],
+)
+def test_what_is_not_made_for_episodes_is_refused_by_name(given, facts):
+    with error_naming(ValueError, "--env", *facts):
+        agent_args(**given)
+
+
+def test_a_tokenizer_without_a_chat_template_is_refused(pools, tokenizer, tmp_path):
+    model = tiny_model("llama", vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id)
+    args = agent_args(log_dir=str(tmp_path), max_steps=1)
+    plain = copy.deepcopy(tokenizer)
+    plain.chat_template = None
+    with error_naming(UsageError, "chat template"):
+        grpo.train(args, policy=model, tokenizer=plain, prompts=["Say tea"])
