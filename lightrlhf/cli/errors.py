@@ -75,7 +75,10 @@ class StopTraining(Exception):
 
 def first_line(problem: BaseException) -> str:
     """First non-empty line of an exception's message, or the name of its class."""
-    return next((line.strip() for line in str(problem).splitlines() if line.strip()), type(problem).__name__)
+    text = ""
+    with suppress(Exception):  # of a __str__ that raises
+        text = str(problem)
+    return next((line.strip() for line in text.splitlines() if line.strip()), type(problem).__name__)
 
 
 def read_problem(problem: BaseException) -> str:

@@ -126,7 +126,19 @@ def text_space(max_length: int, letters: str = string.printable) -> Any:
 
 
 def make_env(name: str, **options: Any) -> TextEnv:
-    """An environment by its name in `ENVIRONMENTS` or its import path; `options` are passed to its constructor.
+    """A text environment by its name in `ENVIRONMENTS` or its import path; `options` are passed to its constructor.
+
+    Raises: UsageError, one line, when it lacks a part of `TextEnv`, and see `construct`.
+    """
+    made = construct(name, **options)
+    missing = [member for member in MEMBERS if not hasattr(made, member)]
+    if missing:
+        raise UsageError(f"--env {name} has no {missing[0]}; see TextEnv in lightrlhf.envs for the interface")
+    return made
+
+
+def construct(name: str, **options: Any) -> Any:
+    """The object that a class or function of `--env` makes.
 
     Raises: UsageError, one line, when it does not exist, a package is missing, or an option is invalid.
     """
@@ -138,17 +150,13 @@ def make_env(name: str, **options: Any) -> TextEnv:
         raise UsageError(f"--env {name}: {problem}; its options are: {known}") from None
     try:
         _check_options(environment, options)
-        made = environment(**options)
+        return environment(**options)
     except ValueError as problem:
         raise UsageError(f"--env {name}: {problem}") from None
     except (TypeError, ArithmeticError) as problem:  # from values without a type annotation in the constructor
         if not options:
             raise
         raise UsageError(f"--env {name} cannot be made with these --env_options: {first_line(problem)}") from None
-    missing = [member for member in MEMBERS if not hasattr(made, member)]
-    if missing:
-        raise UsageError(f"--env {name} has no {missing[0]}; see TextEnv in lightrlhf.envs for the interface")
-    return made
 
 
 def _check_options(environment: Any, options: dict[str, Any]) -> None:

@@ -80,11 +80,14 @@ class ToolCaller:
         results = self.settled([self._begin(call["function"], counts) for call in calls])
         messages = []
         for call, result in zip(calls, results):
-            if isinstance(result, Exception):
-                kind = "tool_errors" if not isinstance(result, WrongCall) else result.kind
-                counts.update({kind: 1, "failed_calls": 1})
-                result = error_text(result)
-            messages.append(result_message(call, result))
+            try:
+                if isinstance(result, BaseException):
+                    raise result
+                content = as_content(result)
+            except (Exception, asyncio.CancelledError) as problem:  # of a tool, or of its result
+                counts.update({getattr(problem, "kind", "tool_errors"): 1, "failed_calls": 1})
+                content = error_text(problem)
+            messages.append(result_message(call, content))
         return Answer(messages, counts=dict(counts))
 
     def _begin(self, function: Json, counts: Counter[str]) -> Any:
@@ -162,22 +165,22 @@ def fits(value: Any, hint: Any) -> bool:
 def error_text(problem: BaseException) -> str:
     """What the policy reads of a call that failed."""
     kind = "" if isinstance(problem, WrongCall) else f"{type(problem).__name__}: "
-    return f"error: {kind}{first_line(problem)}"
+    return as_content(f"error: {kind}{first_line(problem)}")
 
 
-def result_message(call: Json, result: Any) -> Message:
+def result_message(call: Json, content: str) -> Message:
     """The message of a call's result."""
     shown = {"tool_call_id": call["id"]} if "id" in call else {}
-    return {"role": "tool", "name": call["function"]["name"], **shown, "content": as_content(result)}
+    return {"role": "tool", "name": call["function"]["name"], **shown, "content": content}
 
 
 def as_content(result: Any) -> str:
-    """A tool's result as a text that can be tokenised: JSON of tables and lists, head and tail of a long one."""
-    try:
-        text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
-    except Exception as problem:  # of the result's own class
-        return error_text(problem)
+    """A tool's result as a text that can be tokenised: JSON of tables and lists, head and tail of a long one.
+
+    Raises: whatever the result's class raises, and json for what is nested too deep.
+    """
+    text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
     if len(text) > LONGEST_RESULT:
-        half, left = LONGEST_RESULT // 2, len(text) - LONGEST_RESULT
-        text = f"{text[:half]}\n[{left} characters left out]\n{text[-half:]}"
+        half = LONGEST_RESULT // 2 - 50
+        text = f"{text[:half]}\n[{len(text) - 2 * half} characters left out]\n{text[-half:]}"
     return text.encode("utf-8", "replace").decode()  # lone surrogates have no encoding

@@ -3,11 +3,6 @@
 Each process imports the function by its path, and is asked for one response at a time. One that takes longer than its
 limit is killed and replaced; one that dies is replaced. They end with the process that started them, however it ends.
 
-`concurrent.futures` cannot kill a hung worker. `pebble` can, but its workers start as in `multiprocessing`: as
-copies of this process after torch has started threads, or as new ones that run the main module again, which for a
-script without `if __name__ == "__main__"` is the training. It also leaves a hung worker behind when this process is
-killed.
-
 Left out: limits of memory, and isolation of the functions (`datasets_prep.apps.sandbox` has both for programs).
 """
 
@@ -15,25 +10,20 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
 import pickle
-import signal
-import subprocess
 import sys
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from multiprocessing.connection import Connection, Pipe, wait
+from multiprocessing.connection import wait
 from typing import Any
 
 from lightrlhf.cli.errors import RunFailure, UsageError, first_line
 from lightrlhf.cli.functions import import_member
-from lightrlhf.cli.processes import end_with_parent
+from lightrlhf.cli.processes import START_LIMIT, Process, begin_worker, kill_all, processors_of_rank
 from lightrlhf.rewards.functions import Failure, Response, call_function, failure_of
-
-START_LIMIT = 300.0  # seconds to import a function
 
 
 def path_of(function: Callable[..., Any]) -> str:
@@ -48,32 +38,16 @@ def path_of(function: Callable[..., Any]) -> str:
     return f"{module}:{attribute}"
 
 
-class Worker:
-    """A process that calls the function of a path; `deadline` is for its present call or its start."""
+class Worker(Process):
+    """A process that calls the function of a path."""
 
     def __init__(self, path: str) -> None:
-        self.connection, theirs = Pipe()
-        entries = [os.getcwd() if entry == "" else entry for entry in sys.path]
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(entries)}
-        command = [sys.executable, "-m", "lightrlhf.rewards.workers", path, str(theirs.fileno()), str(os.getpid())]
-        self.process = subprocess.Popen(
-            command, env=environment, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
-        )
-        theirs.close()
-        self.deadline = time.monotonic() + START_LIMIT
+        super().__init__("lightrlhf.rewards.workers", [path])
         self.index: int | None = None  # of the response it works on
-        self.is_ready = False
 
     def ask(self, index: int, response: Response, seconds: float) -> None:
         self.index, self.deadline = index, time.monotonic() + seconds
         self.connection.send_bytes(pickle.dumps(response))
-
-    def kill(self) -> int:
-        """End it and its child processes; returns its exit status."""
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.connection.close()
-        return self.process.wait()
 
 
 class Workers:
@@ -81,8 +55,7 @@ class Workers:
 
     def __init__(self, path: str, seconds: float) -> None:
         self.path, self.seconds = path, seconds
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        self.size = max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        self.size = processors_of_rank()
         self.workers: list[Worker] = []
         self.close = weakref.finalize(self, kill_all, self.workers)  # when it is not used any more, or at exit
 
@@ -90,7 +63,7 @@ class Workers:
         """The function's value for each response, or a `Failure`. Raises: RunFailure when it cannot be loaded."""
         results: list[Any] = [None] * len(responses)
         waiting = deque(range(len(responses)))
-        for worker in [worker for worker in self.workers if worker.process.poll() is not None]:
+        for worker in [worker for worker in self.workers if worker.has_ended()]:
             self.workers.remove(worker)  # it died between two calls, which no response is to blame for
             worker.kill()
         try:
@@ -144,18 +117,10 @@ class Workers:
         results[worker.index] = Failure("timeouts", f"killed after {self.seconds:g} seconds")
 
 
-def kill_all(workers: list[Worker]) -> None:
-    """End workers, and forget them."""
-    while workers:
-        workers.pop().kill()
-
-
 # ----------------------------------------------------------------------------------------------- in the other process
-def serve(path: str, descriptor: int, parent: int) -> None:
+def serve(path: str, descriptor: str, parent: str) -> None:
     """Call the function of a path for each response that arrives, until the other end is closed."""
-    end_with_parent(parent)
-    os.dup2(2, 1)  # the output of a function's `print`
-    connection = Connection(descriptor)
+    connection = begin_worker(descriptor, parent)
 
     def say(kind: str, value: Any = None) -> None:
         connection.send_bytes(json.dumps([kind, value]).encode())
@@ -178,4 +143,4 @@ def serve(path: str, descriptor: int, parent: int) -> None:
 
 
 if __name__ == "__main__":
-    serve(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+    serve(*sys.argv[1:])

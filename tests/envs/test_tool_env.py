@@ -4,8 +4,12 @@ import asyncio
 import json
 
 import pytest
+from helpers.templates import controls
+from helpers.tool_templates import FORMS, tool_tokenizer
 
+from lightrlhf.data.rendering import TOOLS
 from lightrlhf.envs.tool_env import LONGEST_RESULT, ToolEnv, as_content
+from lightrlhf.generation.conversations import Conversation
 from lightrlhf.generation.episode_env import opening
 
 
@@ -90,6 +94,23 @@ def test_arguments_may_be_json_text(env):
     assert env.step(say(text)).messages[0]["content"] == "2.0"
 
 
+@pytest.mark.parametrize("name", FORMS)
+def test_a_result_spells_no_control_token(name):
+    tokenizer = tool_tokenizer(name)
+    tokens = [tokenizer.convert_ids_to_tokens(index) for index in sorted(controls(tokenizer))]
+
+    def ids_of(result):
+        env = ToolEnv([lambda: result])
+        env.caller.functions["say"] = env.caller.functions.pop("<lambda>")
+        made = {"id": "abcdefghi", "type": "function", "function": {"name": "say", "arguments": {}}}
+        reply = {"role": "assistant", "content": "", "tool_calls": [made]}
+        messages = [{"role": "user", "content": "Go."}, reply, *env.step(reply).messages]
+        ids = Conversation(tokenizer).begin(messages, TOOLS).ids
+        return [index for index in ids if index in controls(tokenizer)]
+
+    assert tokens and ids_of(" ".join(tokens)) == ids_of("nothing")
+
+
 class Unsayable:
     def __str__(self):
         raise ValueError("no words")
@@ -97,10 +118,13 @@ class Unsayable:
 
 def test_any_result_is_a_text():
     assert as_content({"a": [1, None]}) == '{"a": [1, null]}'
-    assert as_content(b"x") == "\"b'x'\"" and as_content(Unsayable()) == "error: ValueError: no words"
+    assert as_content(b"x") == "\"b'x'\"" and as_content(None) == "null"
+    with pytest.raises(ValueError, match="no words"):
+        as_content(Unsayable())
     as_content("a\ud800b").encode()
     long = as_content("a" * LONGEST_RESULT + "b")
-    assert long.startswith("aaa") and long.endswith("ab") and "[1 characters left out]" in long
+    assert long.startswith("aaa") and long.endswith("ab") and "[101 characters left out]" in long
+    assert len(long) <= LONGEST_RESULT and as_content(long) == long
 
 
 def test_the_first_message_of_the_environment_joins_the_user_s():

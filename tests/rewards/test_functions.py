@@ -17,12 +17,12 @@ from helpers import ROOT, environment, rewards, rows_of
 from helpers.errors import error_naming
 from helpers.rollouts import EOS, rollout_of
 
+from lightrlhf.cli import processes
 from lightrlhf.cli.errors import RunFailure, UsageError
 from lightrlhf.cli.fields import check_args
 from lightrlhf.cli.functions import check_columns, load_function
 from lightrlhf.cli.groups import RewardArgs
 from lightrlhf.data.tokens import encode_prompt, encode_response
-from lightrlhf.rewards import workers
 from lightrlhf.rewards.encoding import Sample
 from lightrlhf.rewards.functions import Response, call_function
 from lightrlhf.rewards.loading import load_rewards
@@ -342,7 +342,7 @@ def test_no_process_outlives_a_run_that_is_stopped_while_a_call_hangs(how):
 
 
 def test_a_function_is_imported_before_its_time_runs(monkeypatch):
-    monkeypatch.setattr(workers, "START_LIMIT", 0.0)
+    monkeypatch.setattr(processes, "START_LIMIT", 0.0)
     with error_naming(RunFailure, "0 seconds"):
         limited("helpers.rewards:length").score(samples("a"))
 

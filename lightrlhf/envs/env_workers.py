@@ -1,0 +1,331 @@
+"""A pool of processes with an environment each: a hung or crashed one costs its own episode alone.
+
+An environment is made once, is used for episode after episode, and is reseeded at each `reset`, with the global
+generators of `random` and `numpy`. Where there are more episodes than processes, later ones wait for earlier ones to
+finish. A call that takes longer than its limit ends its process; another one takes its place.
+
+Where `step` ended the process, the policy's action did: its episode ends there with the rewards it has, and counts. A
+stateless environment's episode goes on, with an error in place of the results. Any other loss is a `Fault`: an
+exception, a value that is not a reward, a process that ended or hung while it began or finished an episode.
+
+The processes get no keys of servers, print to stderr, and hash texts alike, so that sets have one order.
+
+Left out: limits of memory, and isolation: tools are the user's own code; programs that a model writes belong into
+`--tools python`, whose sandbox has both. A process that a tool detaches from its session outlives the worker.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import pickle
+import random
+import re
+import sys
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import asdict
+from multiprocessing.connection import wait
+from typing import Any
+
+import numpy as np
+
+from lightrlhf.cli.errors import UsageError, first_line
+from lightrlhf.cli.processes import START_LIMIT, Process, begin_worker, kill_all
+from lightrlhf.envs.tool_env import as_content, result_message
+from lightrlhf.envs.ways import EnvSpec
+from lightrlhf.generation.episode_env import Answer, EpisodeEnv, Fault, Json, Message
+from lightrlhf.rewards.functions import Failure, describe, failure_of, number_of
+
+SECRET = re.compile(r"(^|_)(KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL|AUTH)S?($|_)", re.IGNORECASE)  # in names of variables
+LARGEST_ANSWER = 2**28  # bytes from a worker
+GLANCE = 1.0  # seconds between looks whether a process has ended whose child holds its connection open
+Result = list[Message] | Answer | float | None | Fault
+
+
+class EnvWorker(Process):
+    """A process with an environment; `request` is the one it works on, `episode` the one it plays."""
+
+    def __init__(self, spec: EnvSpec, seed: int = 0) -> None:
+        environment = {name: value for name, value in os.environ.items() if not SECRET.search(name)}
+        arguments = [json.dumps(asdict(spec)), str(seed)]
+        super().__init__("lightrlhf.envs.env_workers", arguments, {**environment, "PYTHONHASHSEED": "0"})
+        self.request: tuple[Any, ...] | None = ("start",)
+        self.episode: int | None = None
+
+    def ask(self, request: tuple[Any, ...], seconds: float) -> None:
+        self.request, self.deadline = request, time.monotonic() + seconds
+        with suppress(OSError):  # it has ended, which is found where its answer is read
+            self.connection.send_bytes(pickle.dumps(request))
+
+
+class EnvPool:
+    """Episodes in at most `size` processes; `reset`, `step` and `finish` return at once, `results` gives the answers.
+
+    seconds: limit of each call; tools: schemas, None where the environment reads texts; gives_reward: see `EpisodeEnv`.
+    Starts the first process. Raises: UsageError when the environment cannot be made.
+    """
+
+    def __init__(self, spec: EnvSpec, size: int, seconds: float) -> None:
+        self.spec, self.size, self.seconds = spec, size, seconds
+        self.workers: list[EnvWorker] = []
+        self.playing: dict[int, EnvWorker] = {}  # by episode
+        self.seeds: dict[int, int] = {}
+        self.waiting: deque[tuple[int, tuple[Any, ...]]] = deque()
+        self.ready: deque[tuple[int, Result]] = deque()
+        self.described: Json | None = None
+        self.close = weakref.finalize(self, kill_all, self.workers)  # when it is not used any more, or at exit
+        described = self._describe()
+        self.tools: list[Json] | None = described["tools"]
+        self.gives_reward: bool = described["gives_reward"]
+        self.is_stateless: bool = described["is_stateless"]
+
+    def reset(self, episode: int, seed: int, row: dict[str, Any]) -> None:
+        """Begin an episode as soon as a process is free; its result is a list of messages."""
+        self.seeds[episode] = seed
+        self._submit(episode, ("reset", seed, row))
+
+    def step(self, episode: int, reply: Message) -> None:
+        """Give the policy's turn to an episode; its result is an `Answer`."""
+        self._submit(episode, ("step", reply))
+
+    def finish(self, episode: int, stop_reason: str) -> None:
+        """End an episode and free its process; its result is the outcome's reward, or None."""
+        self._submit(episode, ("finish", stop_reason))
+
+    def results(self) -> Iterator[tuple[int, Result]]:
+        """Episodes and their results as they come, until all that can go on waits for the caller."""
+        while True:
+            self._dispatch()
+            while self.ready:
+                yield self.ready.popleft()
+                self._dispatch()
+            busy = [worker for worker in self.workers if worker.request is not None]
+            if not busy:
+                return
+            self._listen(busy)
+
+    def _submit(self, episode: int, request: tuple[Any, ...]) -> None:
+        if request[0] != "reset" and episode not in self.playing:
+            raise ValueError(f"episode {episode} is not played: it was not reset, or has ended")
+        self.waiting.append((episode, request))
+        self._dispatch()
+
+    def _dispatch(self) -> None:
+        """Send waiting requests to the processes that are free for them, and start processes for new episodes."""
+        for worker in [worker for worker in self.workers if worker.episode is None and worker.has_ended()]:
+            if worker.request is None:  # between two episodes, which neither is to blame for
+                self._forget(worker)
+        remaining = deque()
+        resets = 0
+        for episode, request in self.waiting:
+            worker = self.playing.get(episode)
+            if request[0] == "reset":
+                free = (one for one in self.workers if one.episode is None and one.request is None)
+                worker = next(free, None)
+                resets += worker is None
+            if worker is None or worker.request is not None:
+                remaining.append((episode, request))
+            elif worker.has_ended():
+                self._forget(worker)
+                self.ready.append((episode, Fault("crashes", "its process ended between two calls")))
+            else:
+                worker.episode, self.playing[episode] = episode, worker
+                worker.ask(request, self.seconds)
+        self.waiting = remaining
+        starting = sum(worker.episode is None for worker in self.workers)
+        for _ in range(min(resets - starting, self.size - len(self.workers))):
+            self.workers.append(EnvWorker(self.spec))
+
+    def _listen(self, busy: list[EnvWorker]) -> None:
+        """Wait for the first of the busy processes to answer, to end, or to be late."""
+        pause = min((worker.deadline for worker in busy), default=0.0) - time.monotonic()
+        heard = wait([worker.connection for worker in busy], min(max(pause, 0.0), GLANCE))
+        for worker in busy:
+            if worker.connection in heard:
+                self._hear(worker)
+            elif worker.has_ended():
+                self._lose(worker, "crashes")
+            elif time.monotonic() >= worker.deadline:
+                self._lose(worker, "timeouts")
+
+    def _hear(self, worker: EnvWorker) -> None:
+        """Take a process's message: that it is ready, that it could not start, or a result."""
+        try:
+            kind, value = json.loads(worker.connection.recv_bytes(LARGEST_ANSWER))
+        except (EOFError, OSError, ValueError):
+            return self._lose(worker, "crashes")
+        if kind == "broken":
+            raise UsageError(value)
+        worker.request = None
+        if kind == "ready":
+            return
+        if kind == "introduced":
+            self.described = value
+            return
+        if worker.episode is None:
+            raise UsageError(f"{self.spec.flag}: {value[1]}")  # a fault of its introduction
+        result = READERS[kind](value)
+        self.ready.append((worker.episode, result))
+        if kind in ("score", "fault") or (kind == "answer" and result.stop_reason in LOST.values()):
+            self._release(worker)
+
+    def _lose(self, worker: EnvWorker, kind: str) -> None:
+        """A process ended, or is late, in the middle of a call."""
+        request, episode = worker.request, worker.episode
+        ended = worker.has_ended()
+        status = self._forget(worker)
+        text = "its process ended" + (f" with status {status}" if ended else "")
+        if request is None or episode is None or request[0] == "start":
+            raise UsageError(f"{self.spec.flag}: {text} while it started")
+        if kind == "timeouts":
+            text = f"it took more than {self.seconds:g} seconds"
+        if request[0] != "step":
+            self.ready.append((episode, Fault(kind, f"{request[0]}: {text}")))
+        elif self.is_stateless:
+            self.ready.append((episode, unanswered(request[1], kind, text)))
+            replacement = EnvWorker(self.spec, self.seeds[episode])
+            replacement.episode, self.playing[episode] = episode, replacement
+            self.workers.append(replacement)
+        else:
+            self.ready.append((episode, Answer(done=True, stop_reason=LOST[kind], counts=counts_of(request[1], kind))))
+
+    def _forget(self, worker: EnvWorker) -> int:
+        self.workers.remove(worker)
+        self._release(worker)
+        return worker.kill()
+
+    def _release(self, worker: EnvWorker) -> None:
+        if worker.episode is not None:
+            del self.playing[worker.episode]
+        worker.episode = None
+
+    def _describe(self) -> Json:
+        worker = EnvWorker(self.spec)
+        self.workers.append(worker)
+        try:
+            while self.described is None:
+                if worker.request is None:
+                    worker.ask(("introduce",), START_LIMIT)
+                self._listen([worker])
+        except BaseException:
+            kill_all(self.workers)
+            raise
+        return self.described
+
+
+LOST = {"crashes": "env_crashed", "timeouts": "env_timeout"}  # stop reasons
+
+
+def counts_of(reply: Message, kind: str) -> dict[str, int]:
+    """Counts of a turn that ended its process; without a call the turn itself counts as one."""
+    calls = len(reply.get("tool_calls") or [1])
+    return {"calls": calls, "failed_calls": calls, f"tool_{kind}": calls}
+
+
+def unanswered(reply: Message, kind: str, text: str) -> Answer:
+    """The answer of stateless tools to calls of which one ended the process."""
+    messages = [result_message(call, f"error: {text}") for call in reply["tool_calls"]]
+    return Answer(messages, counts=counts_of(reply, kind))
+
+
+READERS: dict[str, Callable[[Any], Any]] = {
+    "messages": list,
+    "answer": lambda value: Answer(**value),
+    "score": lambda value: value,
+    "fault": lambda value: Fault(*value),
+}
+
+
+# ----------------------------------------------------------------------------------------------- in the other process
+class Host:
+    """The environment of a process, and its results as kind and plain value."""
+
+    def __init__(self, spec: EnvSpec) -> None:
+        self.spec = spec
+        self.env: EpisodeEnv | None = spec.make()
+
+    def answer(self, kind: str, *arguments: Any) -> tuple[str, Any]:
+        """The result of a request; a fault leaves its environment to be made anew."""
+        try:
+            return getattr(self, kind)(*arguments)
+        except Exception as problem:  # whatever an environment raises
+            self.env = None
+            failure = failure_of(problem)
+            return "fault", (failure.kind, f"{kind}: {failure}")
+
+    def introduce(self) -> tuple[str, Any]:
+        return "introduced", {name: getattr(self.env, name) for name in ("tools", "gives_reward", "is_stateless")}
+
+    def reset(self, seed: int, row: dict[str, Any]) -> tuple[str, Any]:
+        self.env = self.env or self.spec.make()
+        seed_all(seed)
+        return "messages", checked(self.env.reset(seed, row))
+
+    def step(self, reply: Message) -> tuple[str, Any]:
+        assert self.env is not None
+        answer = self.env.step(reply)
+        if not isinstance(answer, Answer):
+            raise Failure("errors", f"it returned {describe(answer)}, not an Answer")
+        answer.messages, answer.reward = checked(answer.messages), reward_of(answer.reward)
+        return "answer", asdict(answer)
+
+    def finish(self, stop_reason: str) -> tuple[str, Any]:
+        assert self.env is not None
+        score = self.env.finish(stop_reason)
+        return "score", None if score is None else reward_of(score)
+
+
+def seed_all(seed: int) -> None:
+    """Seed the global generators that an environment may use."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+
+
+def checked(messages: Any) -> list[Message]:
+    """Messages of an environment, with contents that can be tokenised. Raises: Failure for anything else."""
+    for message in messages if isinstance(messages, list) else [messages]:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
+            raise Failure("errors", f"{describe(messages)} is not a list of messages with role and content")
+    return [message | {"content": as_content(message["content"])} for message in messages]
+
+
+def reward_of(value: Any) -> float:
+    """Raises: Failure unless the value is a finite number."""
+    number = number_of(value)
+    if not isinstance(number, float) or not math.isfinite(number):
+        raise Failure("rewards", f"the reward is {describe(value)}, not a finite number")
+    return number
+
+
+def serve(spec: str, seed: str, descriptor: str, parent: str) -> None:
+    """Answer each request that arrives, until the other end is closed."""
+    connection = begin_worker(descriptor, parent)
+    own = os.getpid()
+
+    def say(kind: str, value: Any = None) -> None:
+        connection.send_bytes(json.dumps([kind, value]).encode())
+
+    try:
+        seed_all(int(seed))
+        host = Host(EnvSpec(**json.loads(spec)))
+    except (Exception, SystemExit) as problem:
+        return say("broken", str(problem))
+    say("ready")
+    with suppress(EOFError, OSError):
+        while True:
+            result = host.answer(*pickle.loads(connection.recv_bytes()))
+            if os.getpid() != own:
+                os._exit(0)  # a copy that a tool forked and forgot to end
+            try:
+                say(*result)
+            except (TypeError, ValueError) as problem:
+                say("fault", ("errors", f"its answer has more than plain values: {first_line(problem)}"))
+
+
+if __name__ == "__main__":
+    serve(*sys.argv[1:])
