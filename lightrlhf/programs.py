@@ -123,6 +123,7 @@ TOOLS: dict[str, Program] = {
         Program("evaluate_dialogues", "EvaluateDialoguesArgs"),
         Program("judge", "JudgeArgs"),
         Program("check_reward", "CheckRewardArgs"),
+        Program("check_run", "CheckRunArgs"),
         Program("estimate", "EstimateArgs"),
         Program("sweep", "SweepArgs"),
         Program("plot", "PlotArgs"),

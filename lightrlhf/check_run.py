@@ -1,0 +1,91 @@
+"""Find the fault in a run of any trainer: recompute a step in float64 and name what differs.
+
+    lightrlhf check_run step.npz
+
+Input is a step as arrays (`lightrlhf/checks/step.py` has the schema; all fields are optional). From the arrays alone:
+which tokens the loss counts, responses of a group that are one text, log-probabilities that cannot be, the ratio at the
+first pass, rewards to advantages, the KL term, and the loss of PPO, GRPO, DPO and SFT, each token's weight included.
+Where numbers do not fit the formula that the settings name, the known formula or fault that fits them is named.
+Tolerances are the rounding of the numbers, never a tuned threshold. Exits with status 1 when a check is wrong.
+
+Left out: log-probabilities recomputed with the weights, gradients and optimiser states, text against a chat template
+(`lightrlhf check_data`), and dumps of verl, prime-rl and OpenEnv. A loss of one's own is only said to differ.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from lightrlhf.checks.advantages import check_advantages
+from lightrlhf.checks.logprobs import check_kl, check_logprobs, check_ratio
+from lightrlhf.checks.losses import check_loss, check_pairs
+from lightrlhf.checks.masks import check_mask, check_members
+from lightrlhf.checks.step import Missing, Step, read_steps
+from lightrlhf.checks.verdicts import CANNOT_TELL, RIGHT, WRONG, Verdict, is_wrong, show, write
+from lightrlhf.cli.errors import one_line_errors
+from lightrlhf.cli.fields import Args, check_args, flag
+from lightrlhf.cli.parser import parse
+from lightrlhf.storage.destinations import check_output
+
+CHECKS: dict[str, Callable[[Step], Verdict]] = {
+    "mask": check_mask,
+    "members": check_members,
+    "pairs": check_pairs,
+    "logprobs": check_logprobs,
+    "ratio": check_ratio,
+    "advantages": check_advantages,
+    "kl": check_kl,
+    "loss": check_loss,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckRunArgs(Args):
+    """Recompute steps of a run in float64, and name what is wrong in them."""
+
+    run: str = flag(positional=True)
+    """A step (.npz, or a folder with rows.jsonl), or a folder of steps."""
+    output_file: str | None = flag(None, check=check_output)
+    """JSON file for the results."""
+
+
+def run(args: CheckRunArgs) -> list[Verdict]:
+    """Check a run; returns a verdict for each check. Raises: UsageError when it cannot be read."""
+    check_args(args, CheckRunArgs)
+    verdicts = check_steps(read_steps(args.run))
+    show(args.run, verdicts)
+    if args.output_file is not None:
+        write(args.output_file, verdicts)
+    return verdicts
+
+
+def check_steps(steps: Iterable[Step]) -> list[Verdict]:
+    """One verdict a check over all steps: the first that is wrong, else right where any is."""
+    found: dict[str, Verdict] = {}
+    order = (CANNOT_TELL, RIGHT, WRONG)
+    for step in steps:
+        for name, check in CHECKS.items():
+            try:
+                verdict = check(step)
+            except Missing as missing:
+                verdict = Verdict(name, CANNOT_TELL, evidence=f"needs {missing}")
+            if verdict.says == WRONG:
+                verdict = verdict._replace(evidence=f"{step.name}: {verdict.evidence}")
+            if name not in found or order.index(verdict.says) > order.index(found[name].says):
+                found[name] = verdict
+    return list(found.values())
+
+
+@one_line_errors
+def main(argv: list[str] | None = None) -> list[Verdict]:
+    """Run the program; exits with status 1 when a check is wrong, else returns the verdicts."""
+    verdicts = run(parse(CheckRunArgs, argv))
+    if is_wrong(verdicts):
+        sys.exit(1)
+    return verdicts
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,145 @@
+"""Rewards to advantages: the baseline, the deviation, and the rows that belong together."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lightrlhf.checks.fitting import ROUNDINGS, Formula, Known, fits, judge
+from lightrlhf.checks.step import Missing, Step
+from lightrlhf.checks.verdicts import WRONG, Verdict
+from lightrlhf.maths import groups, ops
+
+EPS = 1e-4  # the largest that trainers add to a deviation (TRL); 1e-6 and 1e-8 are usual, too
+STANDARDISED = ("std", "batch_std")
+
+
+def check_advantages(step: Step) -> Verdict:
+    """Of groups, or by GAE where the settings say so."""
+    if step.config.get("advantage") == "gae":
+        return check_gae(step)
+    step.need("advantages", "rewards", "group")
+    found, scores, group = row_advantages(step), step.scores(), step.whole("group")
+    if step.config.get("kl_placement") == "reward" and step.config.get("kl_coeff"):
+        raise Missing("a way to tell the KL in the rewards from a baseline; give token_rewards instead")
+    expected = step.config.get("advantage")
+    if expected not in (None, *groups.ADVANTAGES):
+        raise Missing(f"a formula for advantage {expected}")
+    scored = ~scores.isnan()
+    if bool((found[~scored] != 0).any()):
+        row = int((~scored & (found != 0)).nonzero()[0])
+        zeros = of_groups(scores.nan_to_num(), group, step.unit)
+        as_zero = [name for name, one in zeros.items() if fits(found, one)]
+        fault = "unscored rows taken as 0" if as_zero else "unscored rows have an advantage"
+        return Verdict("advantages", WRONG, fault, f"row {row} has no reward and advantage {float(found[row]):.6g}")
+    meant = of_groups(scores, group, step.unit)
+    kind = expected or next((name for name, one in meant.items() if fits(found, one)), "std")
+    faults = faults_of(step, kind, found, scores, group)
+    return judge("advantages", found, Known(meant, faults), [expected] if expected else [], "advantage")
+
+
+def row_advantages(step: Step) -> Tensor:
+    """The advantage of each row, (B,). Raises: Missing where the tokens of a row differ."""
+    values = step.get("advantages")
+    if values.ndim == 1:
+        return values
+    trained = step.mask()
+    low, high = (torch.where(trained, values, far).aminmax(dim=1) for far in (torch.inf, -torch.inf))
+    row = torch.where(trained.any(1), high.max, 0.0)
+    if not bool((trained.any(1) & (high.max - low.min > 0)).any()):
+        return row
+    raise Missing("one advantage a row: its tokens differ; for GAE give values and token_rewards")
+
+
+def of_groups(scores: Tensor, group: Tensor, unit: float) -> dict[str, Formula]:
+    """Each known kind, with the error of its rounding and of what is added to a deviation."""
+    moments = groups.group_moments(scores, group, int(group.max()) + 1)
+    error = ROUNDINGS * unit * float(scores.nan_to_num().abs().max())
+    found = {}
+    for name, estimator in groups.ADVANTAGES.items():
+        values = groups.group_advantages(scores, moments, estimator)
+        bound = torch.full_like(values, error)
+        if name in STANDARDISED:
+            deviation = (moments.std if name == "std" else moments.batch_std) + groups.EPS
+            bound = (error * (1 + values.abs()) + EPS * values.abs()) / deviation
+        elif name == "maxrl":
+            bound = (error * (1 + values.abs()) + EPS * values.abs()) / (moments.mean.abs() + groups.EPS)
+        found[name] = Formula(values, bound)
+    return found
+
+
+def faults_of(step: Step, kind: str, found: Tensor, scores: Tensor, group: Tensor) -> dict[str, Formula]:
+    """What known faults make of the kind of advantage that was meant, by name."""
+    unit, rows = step.unit, torch.arange(len(scores))
+
+    def of(group: Tensor, scores: Tensor = scores, kind: str = kind) -> Formula:
+        return of_groups(scores, group.unique(return_inverse=True)[1], unit)[kind]
+
+    right, faults = of(group), {}
+    size = step.config.get("num_generations") or int((group == group[0]).sum())
+    if kind in STANDARDISED:
+        count = torch.bincount(group)[group].double() if kind == "std" else torch.tensor(float(len(scores)))
+        scale = (count / (count - 1).clamp(min=1)).sqrt()
+        faults["std with n"] = Formula(right.values * scale, right.error * scale)
+    if bool(scores.isnan().any()):
+        faults["unscored rows taken as 0"] = of(group, scores.nan_to_num())
+    faults["baseline of the batch"] = of(torch.zeros_like(group))
+    for other in ("std", "mean", "rloo"):
+        faults[f"baseline of the batch, {other}"] = of(torch.zeros_like(group), kind=other)
+    centre = of(torch.zeros_like(group), kind="mean").values
+    deviation = groups.group_moments(scores, group, int(group.max()) + 1).std + groups.EPS
+    faults["mean of the batch, std of the group"] = Formula(centre / deviation, right.error.max() + EPS / deviation)
+    faults["groups of consecutive rows"] = of(rows // size)
+    faults["groups interleaved"] = of(rows % max(len(scores) // size, 1))
+    for other in (n for n in range(2, len(scores)) if len(scores) % n == 0 and n != size):
+        faults[f"groups of {other} rows"] = of(rows // other)
+    if "micro_batch" in step:
+        passes = step.whole("micro_batch")
+        faults["groups cut by batches"] = of(group * (passes.max() + 1) + passes)
+        faults["baseline of each batch"] = of(passes)
+    faults["sign"] = Formula(-right.values, right.error)
+    faults |= misaligned(right, found)
+    whole = ops.whiten(right.values, ~scores.isnan())
+    spread = right.values.std(correction=0) + groups.EPS
+    faults["whitened over the batch"] = Formula(whole, (right.error + 2 * EPS) / spread)
+    if not bool(found.any()):
+        return {"advantages of 0": Formula(found, found)}
+    top, where = found.abs().max(), right.values.abs().argmax()
+    faults["advantages clipped"] = Formula(right.values.clamp(-top, top), right.error)
+    if right.values[where]:
+        scale = found[where] / right.values[where]
+        faults[f"scaled by {float(scale):.4g}"] = Formula(right.values * scale, right.error * scale.abs())
+    return faults
+
+
+def misaligned(right: Formula, found: Tensor) -> dict[str, Formula]:
+    """The right values of other rows, where the rows were moved; empty where that is not the case."""
+    for shift in range(1, len(found)):
+        rolled = Formula(right.values.roll(shift), right.error.roll(shift))
+        if fits(found, rolled):
+            return {"rows misaligned": rolled}
+    order, place = right.values.argsort(), found.argsort().argsort()
+    return {"rows misaligned": Formula(right.values[order][place], right.error[order][place])}
+
+
+def check_gae(step: Step) -> Verdict:
+    """Advantages of tokens from rewards and values (PPO)."""
+    step.need("advantages", "token_rewards", "values", "loss_mask", "gamma", "lambd")
+    rewards, values, mask = step.get("token_rewards"), step.get("values"), step.mask()
+    size = float((rewards.abs() + values.abs())[mask].max()) if bool(mask.any()) else 0.0
+    error = torch.full_like(values, ROUNDINGS * step.unit * size * step.width)
+
+    def of(gamma: float, lambd: float, mask: Tensor = mask) -> Formula:
+        made = ops.gae(rewards, torch.where(mask, values, 0.0), mask, gamma, lambd)[0]
+        return Formula(torch.where(mask, made, 0.0), error)
+
+    gamma, lambd = step.config["gamma"], step.config["lambd"]
+    plain = of(gamma, lambd)
+    spread = float(plain.values[mask].std(correction=0)) + groups.EPS
+    loose = Formula(ops.whiten(plain.values, mask), (error + EPS) / spread)
+    by_row = torch.stack([ops.whiten(row[None], one[None])[0] for row, one in zip(plain.values, mask)])
+    faults = {"whitened per sequence": Formula(by_row, (error + EPS) / spread), "gamma 1": of(1.0, lambd)}
+    faults |= {"lambda 1": of(gamma, 1.0), "lambda 0": of(gamma, 0.0), "sign": Formula(-plain.values, error)}
+    found = torch.where(mask, step.of_tokens("advantages"), 0.0)
+    meant = {"gae": plain, "whitened gae": loose}
+    return judge("advantages", found, Known(meant, faults), list(meant), "gamma, lambd")

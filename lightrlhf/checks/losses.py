@@ -1,0 +1,360 @@
+"""The loss from its inputs, in float64: what one change of the formula explains the recorded number.
+
+A recorded loss alone says little at the first pass, where all clips agree and advantages of mean 0 sum to 0; its
+derivative by each log-probability, `loss_slopes`, tells the weights of tokens and rows apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightrlhf.checks.fitting import ROUNDINGS, Formula, Known, judge
+from lightrlhf.checks.step import Missing, Step
+from lightrlhf.checks.verdicts import RIGHT, WRONG, Verdict
+from lightrlhf.maths import ops, policy_losses, preference
+
+Total = Callable[[Tensor], Tensor]  # log-probabilities (B, T), or their sums (B,), to the loss
+
+
+def check_loss(step: Step) -> Verdict:
+    """The loss of the method that the settings name."""
+    step.need("method")
+    checks = {"grpo": policy_totals, "ppo": policy_totals, "sft": sft_totals, "dpo": pair_totals}
+    if step.config["method"] not in checks:
+        raise Missing(f"a known method, not {step.config['method']}: {', '.join(checks)}")
+    if "loss" not in step and "loss_slopes" not in step:
+        raise Missing("loss, loss_slopes")
+    if step.config.get("entropy_coeff"):
+        raise Missing("entropy_coeff 0: the entropy bonus is not recomputed")
+    expected, right, faults = checks[step.config["method"]](step)
+    names = "loss_type, aggregation, kl_coeff"
+    verdicts = []
+    new = step.get("new_logprobs")
+    for field in ("loss_slopes", "loss"):
+        if field in step:
+            found = step.get(field).sum() if field == "loss" else step.get(field)
+            made = {name: _formula(step, field, total, new) for name, total in {expected: right, **faults}.items()}
+            known = Known({expected: made.pop(expected)}, made)
+            verdicts.append(judge("loss", found, known, [expected], names))
+    wrong = next((one for one in verdicts if one.says == WRONG), None)
+    return wrong or verdicts[0]._replace(evidence=f"{expected}, to rounding ({', '.join(_given(step))})")
+
+
+def _given(step: Step) -> list[str]:
+    return [one for one in ("loss", "loss_slopes") if one in step]
+
+
+def _formula(step: Step, field: str, total: Total, new: Tensor) -> Formula:
+    """The value or the slopes of a loss, and how far rounding of its inputs moves them, to first order."""
+    at = new.clone().requires_grad_()
+    value = total(at)
+    (slopes,) = torch.autograd.grad(value, at) if value.requires_grad else (torch.zeros_like(new),)
+    moved = ROUNDINGS * step.unit * (1 + new.abs())  # of each log-probability
+    if field == "loss_slopes":
+        return Formula(slopes, moved * (slopes.abs() + slopes.abs().max()))
+    count = float((slopes != 0).sum().clamp(min=1))
+    error = count**0.5 * (float((slopes.abs() * moved).sum()) + ROUNDINGS * step.unit * float(value.detach().abs()))
+    return Formula(value.detach(), torch.tensor(error).double())
+
+
+# ----------------------------------------------------------------------------------------------------- policy losses
+class Way(NamedTuple):
+    """Ingredients of a policy loss; a fault changes one of them."""
+
+    advantages: Tensor  # (B, T)
+    mask: Tensor  # (B, T) bool
+    old: Tensor
+    ref: Tensor | None
+    loss: str
+    low: float
+    high: float
+    is_sequence: bool
+    weights: Tensor  # (B, T), 0 off the mask
+    kl_coeff: float
+    kl: Callable[[Tensor, Tensor, Tensor], Tensor] | None  # of new, ref and log-ratio
+    token_loss: policy_losses.TokenLoss | None = None  # in place of a named one
+
+
+def total_of(way: Way, new: Tensor) -> Tensor:
+    """The scalar loss of new log-probabilities."""
+    difference = torch.where(way.mask, new - way.old, 0.0)
+    ratio = policy_losses.sequence_log_ratio(difference, way.mask) if way.is_sequence else difference
+    loss = way.token_loss or policy_losses.make_loss(way.loss, way.low, way.high, None)
+    losses = loss(new, ratio, way.advantages, way.mask)
+    if way.kl_coeff and way.ref is not None and way.kl is not None:
+        losses = losses + way.kl_coeff * way.kl(new, way.ref, difference)
+    return torch.where(way.mask, way.weights * losses, 0.0).sum()
+
+
+def _unclipped(new: Tensor, ratio: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
+    return -ratio.exp() * advantages
+
+
+def _pessimist(new: Tensor, ratio: Tensor, advantages: Tensor, mask: Tensor, low: float, high: float) -> Tensor:
+    rho = ratio.exp()
+    return -torch.maximum(rho * advantages, rho.clamp(1 - low, 1 + high) * advantages)
+
+
+def _always_clipped(new: Tensor, ratio: Tensor, advantages: Tensor, mask: Tensor, low: float, high: float) -> Tensor:
+    return -ratio.exp().clamp(1 - low, 1 + high) * advantages
+
+
+def _is_estimator(name: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    return lambda new, ref, ratio: ops.KL_ESTIMATORS[name](new, ref)
+
+
+KLS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    **{name: _is_estimator(name) for name in ops.KL_ESTIMATORS},
+    "k2 weighted": policy_losses.kl_loss,
+    "k3 weighted": lambda new, ref, ratio: ratio.exp() * ops.kl_k3(new, ref),
+    "k3 reversed": lambda new, ref, ratio: ops.kl_k3(ref, new),
+}
+
+
+def policy_totals(step: Step) -> tuple[str, Total, dict[str, Total]]:
+    """The name of the expected loss, itself, and it with one fault each."""
+    step.need("new_logprobs", "advantages", "loss_mask", "loss_type", "aggregation")
+    config, mask = step.config, step.mask()
+    kind, kl_coeff = config["loss_type"], float(config.get("kl_coeff") or 0.0)
+    in_loss = kl_coeff if config.get("kl_placement", "loss") == "loss" else 0.0
+    if in_loss:
+        step.need("ref_logprobs", "kl_estimator")
+    if kind not in policy_losses.LOSSES or config["aggregation"] not in policy_losses.AGGREGATIONS:
+        raise Missing(f"a known loss_type and aggregation, not {kind} and {config['aggregation']}")
+    if kind in ("clip", "cispo"):
+        step.need("clip_low", "clip_high")
+    if "old_logprobs" not in step and not config.get("first_pass"):
+        raise Missing("old_logprobs, or first_pass")
+    new = step.of_tokens("new_logprobs")
+    way = Way(
+        torch.where(mask, step.of_tokens("advantages"), 0.0),
+        mask,
+        torch.where(mask, step.of_tokens("old_logprobs") if "old_logprobs" in step else new, 0.0),
+        step.of_tokens("ref_logprobs") if "ref_logprobs" in step else None,
+        kind,
+        float(config.get("clip_low") or 0.0),
+        float(config.get("clip_high") or 0.0),
+        config.get("importance_sampling_level") == "sequence",
+        weights_of(step, config["aggregation"]),
+        in_loss,
+        KLS.get(str(config.get("kl_estimator"))),
+    )
+    ways = clip_faults(way) | kl_faults(way, kl_coeff or 0.04) | weight_faults(step, way)
+    ways["sign of advantages"] = way._replace(advantages=-way.advantages)
+    if "group" in step or len(mask) > 1:
+        ways["advantages of other rows"] = way._replace(advantages=way.advantages.roll(1, 0))
+    ways["mask one late"] = way._replace(weights=way.weights.roll(1, 1), mask=mask.roll(1, 1))
+    return (
+        f"{kind}, {config['aggregation']}",
+        partial(total_of, way),
+        {n: partial(total_of, w) for n, w in ways.items()},
+    )
+
+
+def weights_of(step: Step, aggregation: str) -> Tensor:
+    """Weights of tokens, (B, T), in float64; `token` divides by `num_items` where it is given."""
+    mask = step.mask()
+    if aggregation == "token" and step.config.get("num_items"):
+        return mask.double() / float(step.config["num_items"])
+    if aggregation in ("constant",):
+        step.need("max_new_tokens")
+    if aggregation == "prompt":
+        step.need("group")
+    group = step.whole("group") if "group" in step else torch.zeros(len(mask), dtype=torch.int64)
+    episode = step.whole("episode") if "episode" in step else None
+    length = int(step.config.get("max_new_tokens") or 1)
+    return policy_losses.token_weights(mask, group, int(group.max()) + 1, aggregation, length, episode=episode).double()
+
+
+def clip_faults(way: Way) -> dict[str, Way]:
+    """Other losses and other uses of the range."""
+    low, high = way.low, way.high
+    faults = {f"loss {name}": way._replace(loss=name) for name in policy_losses.LOSSES if name != way.loss}
+    faults["no clipping"] = way._replace(token_loss=_unclipped)
+    faults["max in place of min"] = way._replace(token_loss=partial(_pessimist, low=low, high=high))
+    faults["always clipped"] = way._replace(token_loss=partial(_always_clipped, low=low, high=high))
+    faults["ratio of sequences" if not way.is_sequence else "ratio of tokens"] = way._replace(
+        is_sequence=not way.is_sequence
+    )
+    faults["ratio turned round"] = way._replace(token_loss=_turned(low, high))
+    if low != high:
+        faults["upper range is the lower"] = way._replace(high=low)
+        faults["lower range is the upper"] = way._replace(low=high)
+        faults["ranges exchanged"] = way._replace(low=high, high=low)
+    for size in (0.1, 0.2, 0.28, 0.3, 0.4):
+        if (size, size) != (low, high):
+            faults[f"clip range {size}"] = way._replace(low=size, high=size)
+    return faults
+
+
+def _turned(low: float, high: float) -> policy_losses.TokenLoss:
+    def loss(new: Tensor, ratio: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
+        return policy_losses.clip_loss(new, -ratio, advantages, mask, low, high)
+
+    return loss
+
+
+def kl_faults(way: Way, coeff: float) -> dict[str, Way]:
+    """Another KL, none, or one of another size or sign."""
+    if way.ref is None:
+        return {}
+    if not way.kl_coeff:
+        return {f"a KL in the loss, {name}": way._replace(kl=one, kl_coeff=coeff) for name, one in KLS.items()}
+    faults = {f"KL by {name}": way._replace(kl=one) for name, one in KLS.items() if one is not way.kl}
+    faults["no KL"] = way._replace(kl_coeff=0.0)
+    faults["sign of the KL"] = way._replace(kl_coeff=-way.kl_coeff)
+    faults["KL without its coefficient"] = way._replace(kl_coeff=1.0)
+    faults["coefficient of the KL squared"] = way._replace(kl_coeff=way.kl_coeff**2)
+    return faults
+
+
+def weight_faults(step: Step, way: Way) -> dict[str, Way]:
+    """Other weights of tokens and rows."""
+    mask, faults = way.mask, {}
+    for name in policy_losses.AGGREGATIONS:
+        if name != step.config["aggregation"] and (name != "constant" or step.config.get("max_new_tokens")):
+            if name != "prompt" or "group" in step:
+                faults[f"aggregation {name}"] = way._replace(weights=weights_of(step, name))
+    if step.config.get("num_items"):
+        faults["tokens of this pass in place of the step's"] = way._replace(weights=mask / mask.sum())
+    places = mask.any(0).sum()
+    faults["padding counted"] = way._replace(weights=mask / (mask.shape[0] * places))
+    faults["padding of prompts counted"] = way._replace(weights=mask.double() / mask.numel())
+    faults["sum in place of mean"] = way._replace(weights=mask.double())
+    if "micro_batch" in step and step.config["aggregation"] == "token":
+        passes = step.whole("micro_batch")
+        number = passes.max() + 1
+        tokens = torch.zeros(int(number)).long().index_add(0, passes, mask.sum(1)).clamp(min=1)  # (M,)
+        faults["mean of means of passes"] = way._replace(weights=mask / (number * tokens[passes])[:, None])
+        faults["sum of means of passes"] = way._replace(weights=mask / tokens[passes][:, None])
+    if "micro_batch" in step:
+        count = float(step.whole("micro_batch").max()) + 1
+        faults["not divided by the passes"] = way._replace(weights=way.weights * count)
+        faults["divided by the passes twice"] = way._replace(weights=way.weights / count)
+    return faults
+
+
+# --------------------------------------------------------------------------------------------------------------- SFT
+def sft_totals(step: Step) -> tuple[str, Total, dict[str, Total]]:
+    """Mean negative log-probability of the trained tokens, and it with one fault each."""
+    step.need("new_logprobs", "loss_mask")
+    new, mask = step.get("new_logprobs"), step.mask()
+    zeros, config = torch.zeros_like(new), step.config
+    step.config.setdefault("aggregation", "token")
+    way = Way(zeros + 1, mask, zeros, None, "reinforce", 0, 0, False, weights_of(step, config["aggregation"]), 0, None)
+    ways = weight_faults(step, way)
+    ways["mask one late"] = way._replace(weights=way.weights.roll(1, 1), mask=mask.roll(1, 1))
+    if "attention_mask" in step:
+        every = step.attended().clone()
+        every[:, 0] = False
+        ways["prompt tokens counted"] = way._replace(mask=every, weights=every / every.sum())
+        ways["divided by all tokens"] = way._replace(weights=mask / every.sum())
+    ways["sign"] = way._replace(advantages=-way.advantages)
+    name = f"mean of tokens, {config['aggregation']}"
+    return name, partial(total_of, way), {n: partial(total_of, w) for n, w in ways.items()}
+
+
+# --------------------------------------------------------------------------------------------------------------- DPO
+class Sums(NamedTuple):
+    """How pairs are made of rows, the chosen ones first; a fault changes one."""
+
+    mask: Tensor | None  # (B, T); None: rows are sums
+    lengths: Tensor  # (B,)
+    ref: Tensor  # as the new log-probabilities
+    loss: str
+    beta: float
+    smoothing: float
+    is_mean: bool = False
+    swapped: bool = False
+    scale: float = 1.0
+
+
+def pair_total(sums: Sums, new: Tensor) -> Tensor:
+    """The scalar loss of pairs, a mean."""
+    rows = []
+    for values in (new, sums.ref):
+        row = values if sums.mask is None else torch.where(sums.mask, values, 0.0).sum(1)
+        rows.append(row / sums.lengths if sums.is_mean else row)
+    half = len(new) // 2
+    first, second = (slice(half, None), slice(half)) if sums.swapped else (slice(half), slice(half, None))
+    policy, ref = rows
+    pairs = preference.Pairs(
+        policy_chosen_logps=policy[first],
+        policy_rejected_logps=policy[second],
+        ref_chosen_logps=ref[first],
+        ref_rejected_logps=ref[second],
+        beta=sums.beta,
+        chosen_lengths=sums.lengths[first],
+        rejected_lengths=sums.lengths[second],
+        label_smoothing=sums.smoothing,
+    )
+    return preference.LOSSES[sums.loss](pairs).mean() * sums.scale
+
+
+def pair_totals(step: Step) -> tuple[str, Total, dict[str, Total]]:
+    """The mean loss of pairs, and it with one fault each."""
+    step.need("new_logprobs", "ref_logprobs", "beta")
+    config, new, ref = step.config, step.get("new_logprobs"), step.get("ref_logprobs")
+    kind = config.get("loss_type") or "sigmoid"
+    if kind not in preference.LOSSES or kind in preference.SOFT_LABEL_LOSSES:
+        raise Missing(f"a known loss_type, not {kind}")
+    if len(new) % 2:
+        raise Missing("rows of pairs: first the chosen ones, then as many rejected ones")
+    of_rows = new.ndim == 1
+    mask = None if of_rows else step.mask()
+    lengths = step.mask().sum(1).double() if "loss_mask" in step else torch.ones(len(new)).double()
+    sums = Sums(mask, lengths, ref, kind, float(config["beta"]), float(config.get("label_smoothing") or 0.0))
+    ways = {
+        "without the reference": sums._replace(ref=torch.zeros_like(ref)),
+        "chosen and rejected exchanged": sums._replace(swapped=True),
+        "beta of 1": sums._replace(beta=1.0),
+        "beta twice": sums._replace(beta=sums.beta**2),
+        "reference of other rows": sums._replace(ref=ref.roll(1, 0)),
+        "reference exchanged": sums._replace(ref=ref.roll(len(ref) // 2, 0)),
+        "sum in place of mean": sums._replace(scale=len(new) // 2),
+        "divided by rows, not pairs": sums._replace(scale=0.5),
+        "no label smoothing" if sums.smoothing else "label smoothing 0.1": sums._replace(
+            smoothing=0.0 if sums.smoothing else 0.1
+        ),
+    }
+    if "loss_mask" in step:
+        ways["means in place of sums"] = sums._replace(is_mean=True)
+    if mask is not None and "attention_mask" in step:
+        every = step.attended().clone()
+        every[:, 0] = False
+        ways["prompt tokens counted"] = sums._replace(mask=every)
+        padded = torch.ones_like(every)
+        padded[:, 0] = False
+        ways["padding counted"] = sums._replace(mask=padded)
+        ways["mask one late"] = sums._replace(mask=mask.roll(1, 1))
+    skipped = preference.SOFT_LABEL_LOSSES
+    ways |= {f"loss {name}": sums._replace(loss=name) for name in preference.LOSSES if name not in {kind, *skipped}}
+    return f"{kind} of pairs", partial(pair_total, sums), {n: partial(pair_total, one) for n, one in ways.items()}
+
+
+def check_pairs(step: Step) -> Verdict:
+    """Pairs: the prompts are alike and the responses are not."""
+    if step.config.get("method") != "dpo":
+        raise Missing("method dpo")
+    step.need("input_ids", "loss_mask")
+    ids, trained, half = step.whole("input_ids").tolist(), step.mask().tolist(), len(step.get("input_ids")) // 2
+    texts = [tuple(token for token, is_on in zip(row, mask) if is_on) for row, mask in zip(ids, trained)]
+    same = [row for row in range(half) if texts[row] == texts[row + half]]
+    if same:
+        many = f"{len(same)} of {half} pairs, first {same[0]}"
+        return Verdict("pairs", WRONG, "chosen and rejected are the same", many, ("one column read twice",), "data")
+    if "prompt_len" in step:
+        prompts = [
+            tuple(token for token, is_on in zip(row, mask) if is_on)
+            for row, mask in zip(ids, (step.attended() & ~step.responses()).tolist())
+        ]
+        other = [row for row in range(half) if prompts[row] != prompts[row + half]]
+        if other:
+            many = f"{len(other)} of {half} pairs, first {other[0]}"
+            return Verdict("pairs", WRONG, "prompts of a pair differ", many, ("rows misaligned",), "data")
+    return Verdict("pairs", RIGHT, evidence=f"{half} pairs")

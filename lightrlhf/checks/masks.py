@@ -1,0 +1,120 @@
+"""Masks against ids, and responses of a group against each other."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+import torch
+from torch import Tensor
+
+from lightrlhf.checks.step import Missing, Step
+from lightrlhf.checks.verdicts import RIGHT, WRONG, Verdict
+
+CHANCE = 1e-9  # of a coincidence; below it there is a cause
+
+
+Fault = tuple[str, Tensor, tuple[str, ...]]  # its name, where it is (B, T), and probable causes
+
+
+def check_mask(step: Step) -> Verdict:
+    """Which tokens the loss counts: the response to its end token, which belongs to it."""
+    step.need("input_ids", "loss_mask")
+    trained, attended = step.mask(), step.attended()
+    if not bool(trained.any()):
+        return Verdict("mask", WRONG, "nothing is trained", f"none of {trained.numel()} tokens", (), "loss_mask")
+    padding = trained & ~attended
+    found = [("padding trained", padding, ("a mask made before padding", "labels of padding not -100"))]
+    if "response_mask" in step or "prompt_len" in step:
+        found = _borders(trained, step.responses(), attended) + found
+    if step.config.get("eos_token_id") is not None:
+        found += _ends(step, trained, attended)
+    if step.config.get("bos_token_id") is not None:
+        start = (step.whole("input_ids") == step.config["bos_token_id"]) & attended
+        found.append(("doubled start token", start & _after(start), ("template and tokenizer both add it",)))
+    for fault, where, causes in found:
+        if bool(where.any()):
+            row, token = where.nonzero()[0].tolist()
+            many = f"{int(where.any(1).sum())} of {len(where)} rows, {int(where.sum())} tokens"
+            first = f"first in row {row}, token {token}, id {int(step.get('input_ids')[row, token])}"
+            return Verdict("mask", WRONG, fault, f"{many}; {first}", causes, "loss_mask")
+    return Verdict("mask", RIGHT, evidence=f"{int(trained.sum())} tokens in {len(trained)} rows")
+
+
+def _borders(trained: Tensor, response: Tensor, attended: Tensor) -> list[Fault]:
+    """Faults at the border of prompt and response, the most specific first; all (B, T) bool."""
+    first, last = response & (response.cumsum(1) == 1), response & (response.flip(1).cumsum(1).flip(1) == 1)
+    rows, of_prompt = trained.any(1), trained & ~response & attended
+    before = _before(first)
+    is_early = bool(((of_prompt & before).any(1) & ~(trained & last).any(1))[rows].all())
+    is_early &= not bool((of_prompt & ~before).any())
+    untrained = first & ~trained & rows[:, None]
+    is_late = bool((untrained.any(1) & ~of_prompt.any(1))[rows].all())
+    of_inputs = "the mask belongs to inputs, not to targets"
+    return [
+        ("mask one early", of_prompt & is_early, (of_inputs, "shifted twice")),
+        ("prompt tokens trained", of_prompt, ("prompt_len of another tokenisation", "no mask of the prompt")),
+        ("mask one late", untrained & is_late, (of_inputs, "prompt_len counts a token too many")),
+    ]
+
+
+def _ends(step: Step, trained: Tensor, attended: Tensor) -> list[Fault]:
+    """Faults around end tokens. A row with gaps has several turns, each with its own end."""
+    is_end = torch.isin(step.whole("input_ids"), torch.tensor(sorted(step.ends())))  # (B, T); padding may be one
+    one_turn = (trained & ~_after(trained)).sum(1) <= 1  # (B,)
+    ended = (is_end & trained).long()  # (B, T)
+    after = trained & one_turn[:, None] & (ended.cumsum(1) - ended > 0)
+    found = [("tokens after the end trained", after, ("end tokens of padding counted", "a doubled end token"))]
+    untrained = is_end & _after(trained) & ~trained & attended & (not bool(ended.any()))
+    found.append(("end token not trained", untrained, ("padding is the end token", "ids != pad as the mask")))
+    lengths = trained.sum(1)
+    complete = torch.zeros_like(one_turn)
+    if "truncated" in step:
+        complete = step.get("truncated") == 0
+    elif step.config.get("max_new_tokens"):
+        complete = lengths < step.config["max_new_tokens"]
+    last = trained & (trained.flip(1).cumsum(1).flip(1) == 1)  # (B, T)
+    lacks = last & ~is_end & (complete & one_turn)[:, None]
+    found.append(("end token missing", lacks, ("a stop string was removed", "tokenised again without the end")))
+    return found
+
+
+def _before(where: Tensor) -> Tensor:
+    """The place before each True: (B, T) bool."""
+    return torch.nn.functional.pad(where[:, 1:], (0, 1))
+
+
+def _after(where: Tensor) -> Tensor:
+    """The place after each True: (B, T) bool."""
+    return torch.nn.functional.pad(where[:, :-1], (1, 0))
+
+
+def check_members(step: Step) -> Verdict:
+    """Responses of one group that are the same text, more often than chance gives."""
+    step.need("input_ids", "loss_mask", "group")
+    ids, trained, groups = step.whole("input_ids"), step.mask(), step.whole("group").tolist()
+    texts = [tuple(row[mask].tolist()) for row, mask in zip(ids, trained)]
+    members = Counter(zip(groups, texts))
+    copies = {member: count for member, count in members.items() if count > 1 and member[1]}
+    if not copies:
+        return Verdict("members", RIGHT, evidence=f"{len(texts)} responses, no two of a group alike")
+    if step.config.get("temperature") == 0 or step.config.get("top_k") == 1:
+        raise Missing("sampling with noise: temperature 0 or top_k 1 makes all responses of a prompt alike")
+    if (step.config.get("top_p") or 1.0) < 1.0 or (step.config.get("top_k") or 0) > 0:
+        raise Missing("top_p 1 and top_k 0: the chance of equal responses is not known where tokens were cut off")
+    name = next((one for one in ("sampler_logprobs", "old_logprobs", "new_logprobs") if one in step), None)
+    if name is None:
+        raise Missing("old_logprobs or sampler_logprobs, to tell what chance gives")
+    values = step.get(name)
+    sums = torch.where(trained, values, 0.0).sum(1) if values.ndim == 2 else values  # (B,)
+    sizes, log_chance, rows = Counter(groups), 0.0, 0
+    for (group, text), count in copies.items():
+        row = next(i for i, member in enumerate(zip(groups, texts)) if member == (group, text))
+        ways = math.comb(sizes[group], count)
+        log_chance += min(0.0, math.log(ways) + (count - 1) * float(sums[row]))
+        rows += count
+    evidence = f"{rows} of {len(texts)} responses have a twin in their group; chance 10^{log_chance / math.log(10):.0f}"
+    if log_chance > math.log(CHANCE):
+        return Verdict("members", RIGHT, evidence=evidence)
+    causes = ("one seed for all requests", "one response copied to all members", "temperature 0 where sampled")
+    return Verdict("members", WRONG, "members share their noise", evidence, causes, "seed of the sampler")
