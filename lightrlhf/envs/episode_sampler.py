@@ -114,26 +114,16 @@ class EpisodeSampler(RolloutSampler):
 
     def _rollout(self, episodes: Sequence[Episode], removed: float) -> Rollout:
         """The rows of episodes; `group` is the number of each one's episode here."""
-        args, found, of = self.run.args, [], []
-        for number, one in enumerate(episodes):
-            columns = {**one.prompt.get("columns", {}), "messages": one.messages, "episode": one.facts()}
-            for ids, mask, logprobs in rows_of(one):
-                start = mask.index(1) if any(mask) else len(ids)
-                row = {"row": one.prompt["row"], "input_ids": ids[:start], "columns": columns}
-                found.append((row, ids, mask, logprobs))
-                of.append(number)
-        contexts, ids, masks, logprobs = zip(*found) if found else ((), (), (), ())
-        batch = masked_batch(ids, masks, self.tokenizer.pad_token_id).extend(SampledBatch, logprobs=torch.empty(0))
-        batch.logprobs = torch.zeros(batch.action_mask.shape)  # (B, T-1)
-        batch.logprobs[batch.action_mask] = torch.tensor([value for row in logprobs for value in row])
+        args = self.run.args
         settings = args.temperature, args.rollout_mini_batch_size
+        batch, contexts = episode_batch(episodes, self.tokenizer.pad_token_id)
         if rounds_otherwise(self.policy):
             batch.logprobs = score_logprobs(self.model, batch, *settings)
-        sampled = Completions([], [], [is_cut(episodes[i]) for i in of], removed)
+        assert batch.episode is not None
+        sampled = Completions([], [], [is_cut(episodes[i]) for i in batch.episode.tolist()], removed)
         rollout = make_rollout(batch, contexts, sampled, self.tokenizer, self.reference, *settings)
-        rollout.group = torch.tensor(of, dtype=torch.int64)
-        rollout.episode = rollout.group if len(of) > len(episodes) else None
-        return rollout
+        has_several = len(batch) > len(episodes)
+        return dataclasses.replace(rollout, group=batch.episode, episode=batch.episode if has_several else None)
 
     def _warn(self, episodes: Sequence[Episode]) -> None:
         """Warn once where many episodes have no reward, since a policy must not escape a bad one by a fault."""
@@ -163,6 +153,22 @@ def open_pool(run: Run[Any]) -> Pool:
     pool = EnvPool(EnvSpec(args.env, tools=tuple(args.tools)), args.env_workers, args.env_timeout)
     run.on_end(pool.close)
     return pool
+
+
+def episode_batch(episodes: Sequence[Episode], pad_id: int) -> tuple[SampledBatch, list[Row]]:
+    """All rows of episodes, numbered from 0 in `episode`, and what precedes each one's first action as a prompt row."""
+    contexts, episode, found = [], [], []
+    for number, one in enumerate(episodes):
+        columns = {**one.prompt.get("columns", {}), "messages": one.messages, "episode": one.facts()}
+        for ids, mask, logprobs in rows_of(one):
+            start = mask.index(1) if any(mask) else len(ids)
+            contexts.append({"row": one.prompt["row"], "input_ids": ids[:start], "columns": columns})
+            episode.append(number)
+            found.append((ids, mask, logprobs))
+    whole = masked_batch([ids for ids, _, _ in found], [mask for _, mask, _ in found], pad_id)
+    values = torch.zeros(whole.action_mask.shape)  # (B, T-1)
+    values[whole.action_mask] = torch.tensor([value for _, _, logprobs in found for value in logprobs])
+    return whole.extend(SampledBatch, logprobs=values, episode=torch.tensor(episode, dtype=torch.int64)), contexts
 
 
 def rows_of(one: Episode) -> Iterator[tuple[list[int], list[int], list[float]]]:

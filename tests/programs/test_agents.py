@@ -11,9 +11,17 @@ from helpers import RunOfOneStep, assert_same_gradients, last_checkpoint, metric
 from helpers.episodes import LocalPool, Told
 from helpers.errors import error_naming
 from helpers.templates import ZOO
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from lightrlhf import GRPOArgs, UsageError, grpo
 from lightrlhf.envs import episode_sampler
+from lightrlhf.envs.episode_sampler import episode_batch
+from lightrlhf.generation.conversations import Conversation
+from lightrlhf.generation.engine import Completions
+from lightrlhf.generation.episode_env import Answer
+from lightrlhf.generation.episodes import Episode, Limits, play
+from lightrlhf.generation.rollout import make_rollout
 from lightrlhf.models.probes import enable_packing
 from lightrlhf.models.roles import Policy
 from lightrlhf.rewards.rewards import Rewards
@@ -185,3 +193,96 @@ def test_a_tokenizer_without_a_chat_template_is_refused(pools, tokenizer, tmp_pa
     plain.chat_template = None
     with error_naming(UsageError, "chat template"):
         grpo.train(args, policy=model, tokenizer=plain, prompts=["Say tea"])
+
+
+# -------------------------------------------------------------------------------------------------------- enumeration
+WORDS = ["<e>", "<u>", "a", "b"]  # the whole vocabulary
+TEMPLATE = """{%- for m in messages -%}{%- if m.role == 'user' -%}{{ '<u> ' + m.content + ' ' }}
+{%- elif KEPT -%}{{ m.content + ' <e> ' }}{%- endif -%}{%- endfor -%}"""
+
+
+def tiny_words(keeps: bool) -> PreTrainedTokenizerFast:
+    """A tokenizer of four words, whose template writes earlier replies, or leaves them out."""
+    core = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="b"))
+    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<e>", pad_token="<e>")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<u>"]})
+    tokenizer.chat_template = TEMPLATE.replace("KEPT", "true" if keeps else "false")
+    return tokenizer
+
+
+class GoOrStop(Told):
+    """Saying b stops, all else goes on, up to three turns; each turn has a reward, and so has the outcome."""
+
+    def step(self, reply):
+        self.said.append(reply["content"].strip())
+        done = self.said[-1] == "b" or len(self.said) == 3
+        reward = {"a": 0.5, "b": -0.25}.get(self.said[-1], 0.125) * len(self.said)
+        return Answer([] if done else [{"role": "user", "content": "ab"[len(self.said) - 1]}], reward, done)
+
+    def finish(self, stop_reason):
+        return 1.0 * (self.said == ["a", "", "a"]) + 0.5 * (self.said[:2] == ["a", "b"])
+
+
+def all_episodes(tokenizer) -> list[Episode]:
+    """An episode for each course that one can take."""
+    courses = [(0,)]
+    found = []
+    while courses:
+        course = courses.pop(0)
+
+        def sample(episodes, plans, course=course):
+            ids = [course[one.num_turns] if one.num_turns < len(course) else 0 for one in episodes]
+            return Completions([[i] for i in ids], [[0.0]] * len(ids), [i != 0 for i in ids], 0.0)
+
+        one = Episode([{"role": "user", "content": "a"}], 0, 0, {"row": 0}, Conversation(tokenizer))
+        play([one], LocalPool(GoOrStop), sample, tokenizer, Limits(5, 99, 99, 1, 99))
+        found.append(one)
+        taken = [one.conversation.rows[turn.row].ids[turn.start] for turn in one.conversation.turns]
+        while taken and taken[-1] == len(WORDS) - 1:
+            taken.pop()
+        if taken:
+            courses.append((*taken[:-1], taken[-1] + 1))
+    return found
+
+
+@pytest.mark.parametrize("keeps", [True, False], ids=["one row", "a row a turn"])
+@pytest.mark.parametrize(("advantage", "share"), [("rloo", 1.0), ("mean", 0.5)])
+def test_the_expected_gradient_is_that_of_the_mean_reward(keeps, advantage, share):
+    """Over all pairs of all episodes, each as often as the policy plays it; `mean` has (K - 1) / K of it."""
+    tokenizer = tiny_words(keeps)
+    model = tiny_model("llama", vocab_size=len(WORDS), hidden_size=8, intermediate_size=8, num_attention_heads=2)
+    policy = Policy(model.double()).eval()
+    episodes = all_episodes(tokenizer)
+    rows = [len(one.conversation.rows) for one in episodes if one.num_turns == 3]
+    assert len(episodes) == 1 + 3 + 3 * 3 * 4 and min(rows) == (1 if keeps else 3)
+
+    def logprob(one: Episode) -> torch.Tensor:
+        total = torch.zeros((), dtype=torch.float64)
+        for turn in one.conversation.turns:
+            ids = one.conversation.rows[turn.row].ids
+            logits = model(input_ids=torch.tensor([ids[: turn.start]])).logits[0, -1]
+            total = total + logits.log_softmax(-1)[ids[turn.start]]
+        return total
+
+    logprobs = torch.stack([logprob(one) for one in episodes])
+    assert float(logprobs.detach().exp().sum()) == pytest.approx(1)
+    mean = (logprobs.exp() * torch.tensor([one.score for one in episodes], dtype=torch.float64)).sum()
+    mean.backward()
+    expected = {name: -share * p.grad.clone() for name, p in policy.named_parameters()}
+
+    pairs = [(i, j) for i in range(len(episodes)) for j in range(len(episodes))]
+    sizes = {"num_generations": 2, "micro_batch_size": 512, "mini_batch_size": 512, "rollout_size": 999}
+    args = agent_args(advantage=advantage, aggregation="sum", loss_type="reinforce", **sizes)
+    played, contexts = episode_batch([episodes[i] for pair in pairs for i in pair], 0)
+    cut = Completions([], [], [False] * len(played), 0.0)
+    rollout = make_rollout(played, contexts, cut, tokenizer, None, 1.0, 64)
+    rollout = dataclasses.replace(rollout, group=played.episode // 2, num_groups=len(pairs))
+    scores = Rewards([EnvScorer()], ("env",), torch.ones(1, dtype=torch.float64))(rollout)
+    batch = grpo.estimate_advantages(args, rollout, scores)
+    weights = torch.stack([len(pairs) * (logprobs[i] + logprobs[j]).exp() for i, j in pairs]).detach()  # (G,)
+    batch.correction = weights[batch.group, None].expand(batch.action_mask.shape)
+    run = RunOfOneStep(args, policy=policy)
+    policy.zero_grad()
+    grpo.update_minibatch(run, policy, batch, args.load_loss())
+    assert_same_gradients(run.gradients["policy"], expected, atol=1e-6)
