@@ -25,6 +25,9 @@ from lightrlhf.data.chat import controls
 from lightrlhf.data.splits import Row
 from lightrlhf.data.tokens import decode, messages_of
 from lightrlhf.data.types import Tokenizer
+from lightrlhf.envs import read_options
+from lightrlhf.envs.env_workers import EnvPool
+from lightrlhf.envs.ways import EnvSpec
 from lightrlhf.generation.conversations import Conversation, Plan
 from lightrlhf.generation.dialogues import max_positions
 from lightrlhf.generation.engine import Completions, generate
@@ -145,12 +148,15 @@ def make_sampler(
 
 
 def open_pool(run: Run[Any]) -> Pool:
-    """The environments of a run, which end with it."""
-    from lightrlhf.envs.env_workers import EnvPool
-    from lightrlhf.envs.ways import EnvSpec
-
+    """The environments of a run, which end with it. Raises: UsageError when the flags name none."""
     args = run.args
-    pool = EnvPool(EnvSpec(args.env, tools=tuple(args.tools)), args.env_workers, args.env_timeout)
+    try:
+        spec = EnvSpec(args.env, read_options(args.env_options), tuple(args.tools))
+    except ValueError as problem:
+        raise UsageError(str(problem)) from None
+    pool = EnvPool(spec, args.env_workers, args.env_timeout)
+    if not (pool.gives_reward or args.has_rewards):
+        run.print0(f"warning: {spec.flag} gives no reward, so that episodes are scored by the given functions alone")
     run.on_end(pool.close)
     return pool
 

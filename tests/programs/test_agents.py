@@ -113,6 +113,32 @@ def test_a_run_on_episodes_learns_and_tells_what_happened(name, pools, tmp_path)
     assert read_jsonl(folder / "rollouts.jsonl") == rows
 
 
+def test_environments_in_processes_of_their_own_are_played_in_waves_and_resume_bitwise(tmp_path):
+    flags = {"env": "guess_number", "env_options": ["turns=3"], "env_workers": 2, "save_interval": 1, "log_rollouts": 6}
+    folder = trained(KEEPS, tmp_path, **flags)
+    rows, end = read_jsonl(folder / "rollouts.jsonl"), weights(last_checkpoint(folder))
+    assert len(rows) == 6 + 3 and all("Guess my number" in row["prompt"] for row in rows)
+    assert max(row["columns"]["episode"]["turns"] for row in rows) == 3
+    shutil.rmtree(folder / "checkpoint-000002")
+    trained(KEEPS, tmp_path, resume_from=str(folder), **flags)
+    assert read_jsonl(folder / "rollouts.jsonl") == rows and weights(last_checkpoint(folder)) == end
+
+
+def shouting(prompts, completions, messages, episode, **columns):
+    """A reward that sees the whole dialogue and what happened."""
+    assert all(one[0]["role"] == "user" and one[-1]["role"] == "assistant" for one in messages)
+    return [facts["tokens"] + len(one) for facts, one in zip(episode, messages)]
+
+
+def test_tools_alone_are_scored_by_reward_functions(tmp_path):
+    given = {"policy": model_of(KEEPS), "tokenizer": copy.deepcopy(ZOO[KEEPS].tokenizer), "prompts": PROMPTS}
+    args = agent_args(env=None, tools=["calculator"], log_dir=str(tmp_path), max_steps=1, env_workers=1)
+    folder = grpo.train(args, **given, reward=shouting)
+    (row,) = metrics(folder)
+    assert row["episodes/stop_answer_ratio"] == 1 and row["objective/score"] == row["reward/shouting"] > 2
+    assert "reward/env" not in row and "calculator" in read_jsonl(folder / "rollouts.jsonl")[0]["prompt"]
+
+
 def test_members_of_a_group_have_one_seed_of_the_environment_and_noise_of_their_own(pools, tmp_path):
     rollout = rollout_of(KEEPS, tmp_path)
     seeds = [values[0] for _, name, values in pools[0].log if name == "reset"][:6]

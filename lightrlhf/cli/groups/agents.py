@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightrlhf.cli.fields import Args, at_least, flag, positive
+from lightrlhf.cli.lists import pairs
 
 # what is not made for episodes of several turns
 NOT_YET: dict[str, Any] = {
@@ -27,9 +28,11 @@ class AgentArgs(Args):
     """Agents."""
 
     env: str | None = flag(None, required="reward", excludes=NOT_YET)
-    """Environment to act in over several turns, `package.module:Class`; its reward is named `env`."""
+    """Environment to act in over several turns, by name or `package.module:Class`; its reward is named `env`."""
     tools: list[str] = flag([], unique=True, excludes=NOT_YET, show="rarely")
-    """Python functions `package.module:name` that the policy may call as tools, one or several."""
+    """Tools that the policy may call, one or several: `calculator`, `python`, or functions `package.module:name`."""
+    env_options: list[str] = flag([], split=pairs, needs="env", show="rarely")
+    """Arguments of the environment, one or several `name=value`."""
     max_turns: int = at_least(1, 8, show="rarely")
     """Most turns of the policy in an episode; `max_new_tokens` limits each."""
     max_episode_tokens: int | None = at_least(1, None, show="rarely")
