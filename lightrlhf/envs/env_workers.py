@@ -254,6 +254,8 @@ class Host:
         try:
             return getattr(self, kind)(*arguments)
         except Exception as problem:  # whatever an environment raises
+            with suppress(Exception):
+                getattr(self.env, "close", int)()
             self.env = None
             failure = failure_of(problem)
             return "fault", (failure.kind, f"{kind}: {failure}")

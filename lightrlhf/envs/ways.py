@@ -4,6 +4,7 @@
     --env package.module:Class      TRL's: reset(**row), public methods are the tools, perhaps get_reward()
     --env package.module:Class      this library's own `EpisodeEnv`
     --tools package.module:f …      functions with type hints and docstring
+    --mcp "command" or URL          a server of the Model Context Protocol, see lightrlhf/envs/mcp.py
     --env, --tools NAME             one of this library, see EPISODE_ENVS and TOOLS
 
 None of these packages is imported here. A class, or a function that makes an object, is called with `--env_options`.
@@ -21,6 +22,7 @@ from typing import Any
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.cli.functions import load_function, parameters_of
 from lightrlhf.envs import ENVIRONMENTS, construct
+from lightrlhf.envs.mcp import McpEnv
 from lightrlhf.envs.tool_env import ToolCaller, ToolEnv
 from lightrlhf.generation.episode_env import Answer, EpisodeEnv, Json, Message
 
@@ -40,15 +42,19 @@ class EnvSpec:
     env: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     tools: tuple[str, ...] = ()
+    mcp: str | None = None
 
     @property
     def flag(self) -> str:
-        return f"--env {self.env}" if self.env else f"--tools {' '.join(self.tools)}"
+        given = {"env": self.env, "mcp": self.mcp, "tools": " ".join(self.tools)}
+        return " ".join(f"--{name} {value}" for name, value in given.items() if value)
 
     def make(self) -> EpisodeEnv:
         """The environment. Raises: UsageError naming the flag."""
-        if (self.env is None) == (not self.tools):
-            raise UsageError("give either --env or --tools")
+        if bool(self.env) + bool(self.tools) + bool(self.mcp) != 1:
+            raise UsageError("give one of --env, --tools and --mcp")
+        if self.mcp:
+            return McpEnv(self.mcp)
         if self.env is None:
             return ToolEnv([load_tool(path) for path in self.tools])
         path = EPISODE_ENVS.get(self.env, self.env)

@@ -84,7 +84,7 @@ def test_a_call_that_ends_an_environment_ends_its_episode_with_the_rewards_it_ha
             kind = "tool_timeouts" if deed == "hang" else "tool_crashes"
             counts = {"calls": 2, "failed_calls": 2, kind: 2}
             assert answer == Answer(done=True, stop_reason=reason, counts=counts)
-            with pytest.raises(ValueError, match="not played"):
+            with error_naming(ValueError, f"episode {number}"):
                 pool.finish(number, reason)
 
 
@@ -233,7 +233,7 @@ def test_keys_of_servers_do_not_reach_the_processes(monkeypatch):
 
 
 WRONG_SPECS = [
-    (EnvSpec(), "give either --env or --tools"),
+    (EnvSpec(), "--env, --tools and --mcp"),
     (EnvSpec(env="chess"), "--env chess is unknown; give guess_number"),
     (EnvSpec(env=f"{HOSTILE}:Nothing"), f"--env {HOSTILE}:Nothing cannot be imported"),
     (EnvSpec(env=f"{HOSTILE}:no_class"), "has no reset"),

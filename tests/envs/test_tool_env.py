@@ -119,7 +119,7 @@ class Unsayable:
 def test_any_result_is_a_text():
     assert as_content({"a": [1, None]}) == '{"a": [1, null]}'
     assert as_content(b"x") == "\"b'x'\"" and as_content(None) == "null"
-    with pytest.raises(ValueError, match="no words"):
+    with pytest.raises(ValueError, match="words"):
         as_content(Unsayable())
     as_content("a\ud800b").encode()
     long = as_content("a" * LONGEST_RESULT + "b")

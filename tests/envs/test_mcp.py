@@ -1,0 +1,77 @@
+"""Tools of a server of the Model Context Protocol, by a command and by an address."""
+
+import shlex
+import sys
+import threading
+from http.server import ThreadingHTTPServer
+
+import pytest
+from helpers import ROOT
+from helpers.errors import error_naming
+from helpers.mcp_server import Handler
+
+from lightrlhf.cli.errors import UsageError
+from lightrlhf.envs.mcp import McpEnv
+from lightrlhf.envs.ways import EnvSpec
+
+COMMAND = shlex.join([sys.executable, str(ROOT / "tests" / "helpers" / "mcp_server.py")])
+
+
+@pytest.fixture(params=["command", "address"])
+def env(request):
+    """An environment, and the sessions that the server of the address has."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    made = EnvSpec(mcp=COMMAND if request.param == "command" else f"http://127.0.0.1:{server.server_port}/mcp").make()
+    yield made
+    made.close()
+    server.shutdown()
+    server.server_close()
+    assert not Handler.sessions
+
+
+def call(name, number=0, **arguments):
+    return {"id": f"c{number}", "function": {"name": name, "arguments": arguments}}
+
+
+def say(*calls):
+    return {"role": "assistant", "content": "", "tool_calls": list(calls)}
+
+
+def test_tools_are_listed_and_called(env):
+    assert isinstance(env, McpEnv) and not env.gives_reward
+    assert [tool["function"]["name"] for tool in env.tools] == ["count", "fail", "picture", "leave"]
+    assert env.tools[0]["function"]["parameters"]["required"] == ["by"]
+    assert env.reset(1, {}) == []
+    answer = env.step(say(call("count", 0, by=2), call("picture", 1), call("count", 2, by=3)))
+    assert [one["content"] for one in answer.messages] == ["2", "see\n[image left out]", "5"]
+    assert [one["tool_call_id"] for one in answer.messages] == ["c0", "c1", "c2"] and answer.counts == {"calls": 3}
+    assert env.step(say()).done and env.finish("answer") is None
+
+
+def test_each_episode_has_a_session_of_its_own(env):
+    for _ in range(2):
+        env.reset(1, {})
+        assert env.step(say(call("count", by=2))).messages[0]["content"] == "2"
+
+
+def test_errors_are_observations(env):
+    answer = env.step(say(call("fail"), call("count", by="x"), call("counts")))
+    told = ["no luck", "error: by is wrong", "error: no tool counts; there is count, fail, picture, leave"]
+    assert [one["content"] for one in answer.messages] == told
+    assert answer.counts == {"calls": 3, "failed_calls": 3, "tool_errors": 2, "unknown_tools": 1}
+
+
+def test_a_server_that_leaves_is_a_fault_and_another_one_is_started():
+    env = McpEnv(COMMAND)
+    with error_naming(ConnectionError, "tools/call"):
+        env.step(say(call("leave")))
+    env.reset(1, {})
+    assert env.step(say(call("count", by=1))).messages[0]["content"] == "1"
+    env.close()
+
+
+@pytest.mark.parametrize("server", ["no-such-command", "'", "true", "http://127.0.0.1:9/mcp"])
+def test_a_server_that_cannot_be_had_is_named(server):
+    with error_naming(UsageError, f"--mcp {server}"):
+        McpEnv(server)
