@@ -2,7 +2,8 @@
 
     lightrlhf check_run step.npz
 
-Input is a step as arrays (`lightrlhf/checks/step.py` has the schema; all fields are optional). From the arrays alone:
+Input is a step as arrays (`lightrlhf/checks/step.py` has the schema; all fields are optional), or an experiment dir of
+ours, whose rollouts, first metrics and checkpoints are read. From the arrays alone:
 which tokens the loss counts, responses of a group that are one text, log-probabilities that cannot be, the ratio at the
 first pass, rewards to advantages, the KL term, and the loss of PPO, GRPO, DPO and SFT, each token's weight included.
 Where numbers do not fit the formula that the settings name, the known formula or fault that fits them is named.
@@ -22,12 +23,14 @@ from lightrlhf.checks.advantages import check_advantages
 from lightrlhf.checks.logprobs import check_kl, check_logprobs, check_ratio
 from lightrlhf.checks.losses import check_loss, check_pairs
 from lightrlhf.checks.masks import check_mask, check_members
+from lightrlhf.checks.runs import check_run_files, read_run
 from lightrlhf.checks.step import Missing, Step, read_steps
 from lightrlhf.checks.verdicts import CANNOT_TELL, RIGHT, WRONG, Verdict, is_wrong, show, write
 from lightrlhf.cli.errors import one_line_errors
 from lightrlhf.cli.fields import Args, check_args, flag
 from lightrlhf.cli.parser import parse
 from lightrlhf.storage.destinations import check_output
+from lightrlhf.storage.run_dir import is_experiment_dir
 
 CHECKS: dict[str, Callable[[Step], Verdict]] = {
     "mask": check_mask,
@@ -46,7 +49,7 @@ class CheckRunArgs(Args):
     """Recompute steps of a run in float64, and name what is wrong in them."""
 
     run: str = flag(positional=True)
-    """A step (.npz, or a folder with rows.jsonl), or a folder of steps."""
+    """A step (.npz, or a folder with rows.jsonl), a folder of steps, or an experiment dir."""
     output_file: str | None = flag(None, check=check_output)
     """JSON file for the results."""
 
@@ -54,7 +57,10 @@ class CheckRunArgs(Args):
 def run(args: CheckRunArgs) -> list[Verdict]:
     """Check a run; returns a verdict for each check. Raises: UsageError when it cannot be read."""
     check_args(args, CheckRunArgs)
-    verdicts = check_steps(read_steps(args.run))
+    if is_experiment_dir(args.run):
+        verdicts = [*check_steps(read_run(args.run)), *check_run_files(args.run)]
+    else:
+        verdicts = check_steps(read_steps(args.run))
     show(args.run, verdicts)
     if args.output_file is not None:
         write(args.output_file, verdicts)

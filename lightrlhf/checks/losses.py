@@ -340,7 +340,7 @@ def pair_totals(step: Step) -> tuple[str, Total, dict[str, Total]]:
 def check_pairs(step: Step) -> Verdict:
     """Pairs: the prompts are alike and the responses are not."""
     if step.config.get("method") != "dpo":
-        raise Missing("method dpo")
+        raise Missing("pairs, of method dpo")
     step.need("input_ids", "loss_mask")
     ids, trained, half = step.whole("input_ids").tolist(), step.mask().tolist(), len(step.get("input_ids")) // 2
     texts = [tuple(token for token, is_on in zip(row, mask) if is_on) for row, mask in zip(ids, trained)]

@@ -1,0 +1,84 @@
+"""Runs of our own programs have no fault; faults planted in their files are named."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.programs import main_of
+from helpers.tiny_runs import TinyRuns
+from safetensors.torch import load_file, save_file
+
+from lightrlhf import check_run
+
+PROGRAMS = ("sft", "dpo", "ppo", "grpo")
+MEANT = {"sft": {"weights"}, "dpo": {"start", "weights"}, "ppo": {"mask", "start", "weights"}}
+MEANT["grpo"] = {"mask", "members", "advantages", "weights"}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory, cafe_data, talk_data, tokenizer):
+    folder = tmp_path_factory.mktemp("runs")
+    made = TinyRuns(folder, cafe_data, talk_data, tokenizer)
+    flags = "--disable_dropout=True", "--log_rollouts=100"
+    flags_of = {name: made.flags(name, folder / name, *flags[: 1 + (name in ("ppo", "grpo"))]) for name in PROGRAMS}
+    return {name: Path(main_of(name)(flags_of[name])) for name in PROGRAMS}
+
+
+def verdicts_of(folder):
+    return check_run.run(check_run.CheckRunArgs(run=str(folder)))
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_run_of_a_program_has_no_fault(runs, program):
+    says = {one.name: one.says for one in verdicts_of(runs[program])}
+    assert "wrong" not in says.values()
+    assert {name for name, one in says.items() if one == "right"} == MEANT[program]
+
+
+def without_end(row):
+    row["truncated"] = False
+
+
+def sign(row):
+    row["advantages"] = [-value for value in row["advantages"]]
+
+
+@pytest.mark.parametrize("fault, change", [("sign", sign), ("end token missing", without_end)], ids=str)
+def test_a_fault_of_rollouts_is_named(runs, tmp_path, fault, change):
+    edit(runs["grpo"], tmp_path / "run", "rollouts.jsonl", change)
+    faults = {one.fault for one in verdicts_of(tmp_path / "run") if one.says == "wrong"}
+    assert faults == {fault}
+
+
+def edit(run, copy, name, change):
+    """Copy a run and change each row of a file of it."""
+    shutil.copytree(run, copy)
+    rows = [json.loads(line) for line in (copy / name).read_text().splitlines()]
+    for row in rows:
+        change(row)
+    (copy / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.mark.parametrize(
+    "program, metric, value, fault",
+    [
+        ("ppo", "policy/ratio", 1.02, "ratio not 1 at the first pass"),
+        ("dpo", "train/preference_loss", 0.75, "reference is not the start"),
+    ],
+)
+def test_a_wrong_start_is_named(runs, tmp_path, program, metric, value, fault):
+    edit(runs[program], tmp_path / "run", "metrics.jsonl", lambda row: row.update({metric: value}))
+    assert {one.fault for one in verdicts_of(tmp_path / "run") if one.says == "wrong"} == {fault}
+
+
+@pytest.mark.parametrize("fault", ["weights did not change", "weights are not finite"])
+def test_weights_that_stand_still_or_burst_are_named(runs, tmp_path, fault):
+    shutil.copytree(runs["sft"], tmp_path / "run")
+    first, last = (tmp_path / "run" / f"checkpoint-{step:06}" / "model.safetensors" for step in (2, 6))
+    weights = load_file(first)
+    if fault == "weights are not finite":
+        weights["model.norm.weight"] = torch.full_like(weights["model.norm.weight"], torch.nan)
+    save_file(weights, last)
+    assert {one.fault for one in verdicts_of(tmp_path / "run") if one.says == "wrong"} == {fault}
