@@ -12,7 +12,7 @@ from examples.experiments.cafe_methods import METHODS
 from examples.experiments.claim_list import COMPARED, LIMIT, MATCHED, SWITCHES, TOKEN, column, rollouts
 from examples.experiments.readings import Curve, Read, at_equal_kl, at_equal_samples_and_time, compare, each
 from examples.experiments.records import KEPT, Row, best_rate, common_seeds, kept_rows
-from examples.experiments.stats import interval, log_rank, paired, restricted, shown, shown_gap
+from examples.experiments.stats import interval, log_rank, paired, pairing, restricted, shown, shown_gap
 
 LETTERS = {  # arm: what the page calls it
     TOKEN: "tokens",
@@ -371,6 +371,25 @@ def refuel_gaps() -> str:
     return markdown(("at the last turn", *DIALOGUE_TASKS.values()), table)
 
 
+def pairing_by_seed() -> str:
+    """What pairing by seed saves in four comparisons of the café."""
+    gold = each(lambda row: row["curve"][-1]["gold"])
+    compared: list[tuple[str, str, str, str, Read, dict[str, str]]] = [
+        ("RLOO and GRPO", "critic_free_cafe", "RLOO", "GRPO", gold, {}),
+        ("PPO over macro actions and tokens", "macro_actions", "n=8", TOKEN, column("gold"), {"setting": "cafe"}),
+        ("REFUEL and MT-MIXIN", "refuel_cafe", "REFUEL", "MT-MIXIN", each(lambda row: row["scores"][-1]), {}),
+        ("PPO and GRPO, 1 and 8 responses to a prompt", "critic_free_cafe", "PPO", "GRPO", gold, {}),
+    ]
+    table = []
+    for name, experiment, one, other, read, where in compared:
+        rows = [row for row in kept_rows(experiment) if row["seed"] and where.items() <= row.items()]
+        seeds = common_seeds(rows, (one, other))
+        values = read([row for row in rows if row["arm"] in (one, other)])
+        ratio, low, high = pairing(*([values[arm][seed] for seed in seeds] for arm in (one, other)))
+        table.append((name, str(len(seeds)), short(f"{ratio:.2f} [{low:.2f}, {high:.2f}]")))
+    return markdown(("of the café", "n", "variance, paired over unpaired"), table)
+
+
 REFLECT_ARMS = {  # arm: what the page calls it
     "SFT": "SFT",
     "SFT+RL": "SFT+RL",
@@ -421,6 +440,7 @@ TABLES: dict[str, Callable[[], str]] = {
     **{f"hidden map, {group}": partial(hidden_map, group) for group in HIDDEN_MAP},
     **{f"refuel, {name}": partial(refuel_turns, task) for task, name in DIALOGUE_TASKS.items()},
     "refuel, differences": refuel_gaps,
+    "pairing": pairing_by_seed,
     **{f"reflect, {task}": partial(reflect, task) for task in ("taxi", "explore", "household")},
     "real model, two tasks": real_reasoning,
     "real model, dialogues": real_dialogues,

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import os
+import statistics
 import subprocess
 import sys
 from types import ModuleType
@@ -34,7 +35,7 @@ from examples.experiments import (
 )
 from examples.experiments.readings import at_equal_samples_and_time, at_seconds
 from examples.experiments.records import best_rate, common_seeds, keep, kept_rows, made_by, results
-from examples.experiments.stats import interval, log_rank, paired, report_claims, restricted, shown, shown_gap
+from examples.experiments.stats import interval, log_rank, paired, pairing, report_claims, restricted, shown, shown_gap
 from examples.programs import logged, made
 from lightrlhf import quickstart
 from lightrlhf.cli.calls import call
@@ -334,3 +335,14 @@ def test_sampling_on_a_server_is_compared_with_the_local_engine(tmp_path, capsys
     ]
     assert rows[2]["gold"] == rows[0]["gold"] and rows[3]["first_kl"] < 1e-9
     assert "gold, own minus local: +0.000" in capsys.readouterr().out
+
+
+def test_what_pairing_by_seed_saves():
+    """The same noise in both arms, none, and the ratio by hand."""
+    own, shared = [0.1, -0.2, 0.05, 0.0, -0.1], [1.0, 3.0, 2.0, 5.0, 4.0]
+    ours = [a + b for a, b in zip(shared, own)]
+    assert pairing(ours, shared)[0] == pytest.approx(
+        statistics.variance(own) / (statistics.variance(ours) + statistics.variance(shared))
+    )
+    ratio, low, high = pairing([1.0, 2.0, 3.0, 4.0], [2.0, 1.0, 1.0, 2.0])
+    assert low < ratio < high and ratio == pytest.approx(1.0)
