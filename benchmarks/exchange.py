@@ -30,8 +30,8 @@ import httpx2
 import torch
 
 from lightrlhf.generation.exchange import Exchange
+from lightrlhf.generation.vllm_command import Launch
 from lightrlhf.models.roles import Policy
-from lightrlhf.serving.commands import Launch
 
 LLAMA = {"vocab_size": 49152, "tie_word_embeddings": True, "max_position_embeddings": 2048}
 SIZES: dict[str, dict[str, Any]] = {

@@ -26,12 +26,12 @@ from typing import Any
 KEY = "key-of-the-benchmark"
 
 
-def start(tree: Path, model: str, dtype: str, log: Path) -> tuple[subprocess.Popen[bytes], int]:
+def start(tree: Path, model: str, dtype: str, log: Path, *flags: str) -> tuple[subprocess.Popen[bytes], int]:
     """A server of a checkout, and its port once it answers."""
     variables = {**os.environ, "PYTHONPATH": str(tree), "OPENAI_API_KEY": KEY}
     command = [sys.executable, "-m", "lightrlhf.serve", model, "--engine", "lightrlhf", "--accelerator", "cpu"]
     with log.open("wb") as file:
-        given = [*command, "--port", "0", "--dtype", dtype]
+        given = [*command, "--port", "0", "--dtype", dtype, *flags]
         process = subprocess.Popen(given, cwd=tree, env=variables, stdout=file, stderr=file)
     while "serving " not in (text := log.read_text()):
         if process.poll() is not None:

@@ -32,11 +32,11 @@ from lightrlhf.cli.packages import check_package
 from lightrlhf.cli.parser import parse
 from lightrlhf.cpu import limit_caches
 from lightrlhf.data.templates import use_template
+from lightrlhf.generation.vllm_command import Launch, choose_engine, start
 from lightrlhf.models.loading import find_device, load_policy
 from lightrlhf.models.lora import ADAPTER_CONFIG
 from lightrlhf.models.names import base_name, holds_reward_model, resolve
 from lightrlhf.models.tokenizer import load_tokenizer
-from lightrlhf.serving.commands import Launch, choose_engine, start
 from lightrlhf.serving.engine import Engine
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")

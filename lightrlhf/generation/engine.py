@@ -25,7 +25,7 @@ from lightrlhf.data.types import PreTrainedModel, Tokenizer
 from lightrlhf.generation.graphs import DEVICES, note, slots_type
 from lightrlhf.generation.prefix_cache import CachedPrefix, make_cache, unsupported_error
 from lightrlhf.generation.sampling import check_sampled, first_stop
-from lightrlhf.generation.slots import LATE_STEPS, Slots
+from lightrlhf.generation.slots import LATE_STEPS, SPARE_COLUMNS, Slots
 from lightrlhf.models.architecture import is_close, trial_ids
 from lightrlhf.models.forward import inference
 from lightrlhf.models.frozen import activation_dtype
@@ -106,6 +106,13 @@ def generate_turns(
                 break
         yield
     return completions_of(slots, eos_ids, tokenizer)
+
+
+def cache_bytes(config: Any, rows: int, columns: int, dtype: torch.dtype) -> int:
+    """Bytes of the keys and values of rows with as many tokens of prompt and response, about."""
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return rows * (columns + SPARE_COLUMNS) * config.num_hidden_layers * heads * size * 2 * dtype.itemsize
 
 
 def generate_steps(

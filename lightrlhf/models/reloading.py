@@ -3,7 +3,7 @@
 Everything is checked before the first weight is overwritten: names, shapes, settings that change what weights mean,
 the kind of numbers, finite values. So a folder of another model leaves the old weights as they are.
 
-Left out: architectures whose files have other names than their modules, and adapters (`Engine.load_adapter`).
+Left out: architectures whose files have other names than their modules, and adapters (`named_adapters`).
 """
 
 from __future__ import annotations

@@ -206,27 +206,19 @@ class Writer:
         """The fields of the tokens from `count` on."""
         row: Json = {"logprobs": None}
         if self.asked.wants_logprobs:
-            row["logprobs"] = format_logprobs(self.texts, choice, count, shown.offset, self.asked.is_chat)
-            shown.offset += sum(len(self.texts.of_token(one)) for one in choice.ids[count:])
+            tokens = [self.texts.of_token(one) for one in choice.ids[count:]]
+            values = [max(value, LEAST) for value in choice.logprobs[count:]]
+            *offsets, shown.offset = itertools.accumulate(map(len, tokens), initial=shown.offset)
+            row["logprobs"] = {"tokens": tokens, "token_logprobs": values, "top_logprobs": None, "text_offset": offsets}
+            if self.asked.is_chat:
+                pairs = zip(tokens, values)
+                more = [{"token": a, "logprob": b, "bytes": list(a.encode()), "top_logprobs": []} for a, b in pairs]
+                row["logprobs"] = {"content": more}
         if self.asked.body.return_token_ids:
             row["token_ids"] = choice.ids[count:]
             if not count and not self.asked.is_chat:
                 row["prompt_token_ids"] = self.asked.prompt_of(index)
         return row
-
-
-def format_logprobs(texts: Texts, choice: Choice, start: int, offset: int, chat: bool) -> Json:
-    """Log-probabilities of a choice's tokens from `start` on, whose text begins at `offset`, in OpenAI's form."""
-    values = [max(value, LEAST) for value in choice.logprobs[start:]]
-    tokens = [texts.of_token(index) for index in choice.ids[start:]]
-    if chat:
-        content = [
-            {"token": token, "logprob": value, "bytes": list(token.encode()), "top_logprobs": []}
-            for token, value in zip(tokens, values)
-        ]
-        return {"content": content}
-    offsets = list(itertools.accumulate(map(len, tokens), initial=offset))[:-1]
-    return {"tokens": tokens, "token_logprobs": values, "top_logprobs": None, "text_offset": offsets}
 
 
 def format_scores(texts: Texts, scores: list[dict[int, float]]) -> list[Json | None]:

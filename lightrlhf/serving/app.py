@@ -157,12 +157,12 @@ class App:
 
     async def load_lora_adapter(self, request: Request) -> Response:
         asked = await self.intake.read(request, partial(read, AdapterFolder))
-        await self._change(partial(self.engine.load_adapter, asked.lora_name, asked.lora_path))
+        await self._change(partial(self.engine.adapters.load, asked.lora_name, asked.lora_path))
         return JSONResponse({"message": f"adapter {asked.lora_name} is loaded"})
 
     async def unload_lora_adapter(self, request: Request) -> Response:
         name = (await self.intake.read(request, partial(read, AdapterName))).lora_name
-        await self._change(partial(self.engine.unload_adapter, name))
+        await self._change(partial(self.engine.adapters.unload, name))
         return JSONResponse({"message": f"adapter {name} is unloaded"})
 
     # ------------------------------------------------------------------------------------------------------ information
@@ -181,7 +181,7 @@ class App:
         """The model and its adapters."""
         engine = self.engine
         names: list[tuple[str, str, str | None]] = [(engine.name, engine.root, None)]
-        names += [(name, adapter.folder, engine.name) for name, adapter in engine.adapters.items()]
+        names += [(name, adapter.folder, engine.name) for name, adapter in engine.adapters.by_name.items()]
         fixed = {"object": "model", "created": self.created, "owned_by": "lightrlhf"}
         fixed |= {"max_model_len": engine.limits().positions}
         data = [{"id": name, "root": root, "parent": parent, **fixed} for name, root, parent in names]

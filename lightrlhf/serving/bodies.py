@@ -17,7 +17,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic_core import from_json
 
 from lightrlhf.cli.errors import UsageError
-from lightrlhf.serving.commands import MOST_TOP
+from lightrlhf.generation.vllm_command import MOST_TOP
 
 MOST_ROWS = 16_384  # prompts x n of one request
 MOST_TOKENS = 2**26  # rows x max_tokens, for which memory is taken at once
@@ -36,13 +36,8 @@ class Refusal(UsageError):
         self.headers = {} if retry_after is None else {"Retry-After": str(retry_after)}
 
 
-def read_json(content: bytes | str) -> Any:
-    """The value that a JSON text says; no text in it has halves of characters. Raises: ValueError."""
-    return from_json(content, allow_inf_nan=False)
-
-
 def _object_of(text: Any) -> Any:
-    return read_json(text) if isinstance(text, str) else None
+    return from_json(text, allow_inf_nan=False) if isinstance(text, str) else None
 
 
 def _ids(value: list[Any]) -> list[int]:
@@ -263,9 +258,12 @@ class Reload(BaseModel):
 
 # -------------------------------------------------------------------------------------------------------------- reading
 def read_object(content: bytes) -> Json:
-    """The object in a body. Raises: Refusal when it is not a JSON object, is nested too deep, or has NaN."""
+    """The object in a body.
+
+    Raises: Refusal when it is not a JSON object, is nested too deep, or has NaN or half a character.
+    """
     try:
-        body = read_json(content)
+        body = from_json(content, allow_inf_nan=False)
     except ValueError as problem:
         raise Refusal(f"the body is not JSON that can be read: {problem}") from None
     if not isinstance(body, dict):

@@ -14,20 +14,18 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Generator
 from contextlib import AbstractContextManager, aclosing, nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from lightrlhf import cpu
-from lightrlhf.cli.errors import UsageError, first_line
+from lightrlhf.cli.errors import UsageError
 from lightrlhf.data.types import Tokenizer
-from lightrlhf.generation.engine import Completions, generate_turns
+from lightrlhf.generation.engine import Completions, cache_bytes, generate_turns
 from lightrlhf.generation.rollout import score_prompts
 from lightrlhf.generation.scheduler import Scheduler
-from lightrlhf.generation.slots import SPARE_COLUMNS
 from lightrlhf.generation.tickets import Ask, Failed, Job, Token
-from lightrlhf.maths.finite import not_finite
-from lightrlhf.models import lora
+from lightrlhf.models.named_adapters import NamedAdapters
 from lightrlhf.models.reloading import load_weights
 from lightrlhf.models.roles import Policy, vocabulary_size
 from lightrlhf.models.tokenizer import end_ids
@@ -35,16 +33,7 @@ from lightrlhf.serving.answers import Answer, Choice
 from lightrlhf.serving.bodies import TextBody
 from lightrlhf.serving.requests import Completion, Served
 
-MOST_ADAPTERS = 4
 UNLIMITED = 2**20  # positions of an architecture that names no limit
-
-
-class Adapter(NamedTuple):
-    """An adapter on the model."""
-
-    policy: Policy
-    layer_name: str  # in the model's layers, where names may have no dots
-    folder: str
 
 
 class Engine:
@@ -68,9 +57,8 @@ class Engine:
     ) -> None:
         policy.eval()  # weights that require gradients, as in training: torch multiplies frozen ones in another order
         self.tokenizer, self.name, self.root, self.num_slots, self.dtype = tokenizer, name, root, num_slots, dtype
-        self.policy, self.merged_into = policy, merged_into
-        self.adapters: dict[str, Adapter] = {}
-        self.num_loaded, self.num_reloads = 0, 0
+        self.policy, self.num_reloads = policy, 0
+        self.adapters = NamedAdapters(policy, name, merged_into)
         self.version = "default"  # of the weights, a name that clients give
         self.scheduler = Scheduler(tokenizer, num_slots, cache_bytes, self._autocast)
         self.packed: dict[tuple[Policy, torch.dtype], Any] = {}  # weights for requests with noise
@@ -78,7 +66,7 @@ class Engine:
     def limits(self) -> Served:
         """The model's limits, which requests are checked against."""
         positions = getattr(self.policy.model.config, "max_position_embeddings", None) or UNLIMITED
-        return Served(self.tokenizer, vocabulary_size(self.policy), positions, [self.name, *self.adapters])
+        return Served(self.tokenizer, vocabulary_size(self.policy), positions, [self.name, *self.adapters.by_name])
 
     # ------------------------------------------------------------------------------------------------------ completions
     async def complete(self, request: Completion) -> Answer:
@@ -99,7 +87,10 @@ class Engine:
         Choices of given noise come whole.
         """
         if request.is_exact:
-            sampled, version = await self.run(self._sample_exactly(request), num_bytes=self._cache_of(request))
+            columns = max(map(len, request.prompts)) + request.sampling.max_new_tokens
+            rows = min(self.num_slots, len(request.rows))
+            num_bytes = cache_bytes(self.policy.model.config, rows, columns, self.dtype)
+            sampled, version = await self.run(self._sample_exactly(request), num_bytes=num_bytes)
             found = zip(sampled.responses, sampled.logprobs, sampled.truncated)
             for index, (ids, logprobs, cut) in enumerate(found):
                 yield index, Choice(ids, logprobs, "length" if cut else "stop"), Answer([], None, version)
@@ -176,15 +167,6 @@ class Engine:
         sampled = yield from generate_turns(*given, *more)
         return sampled, self.version
 
-    def _cache_of(self, request: Completion) -> int:
-        """Bytes of keys and values of a call of `generate`, about."""
-        config = self.policy.model.config
-        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        columns = max(map(len, request.prompts)) + request.sampling.max_new_tokens + SPARE_COLUMNS
-        rows = min(self.num_slots, len(request.rows))
-        return rows * columns * config.num_hidden_layers * heads * size * 2 * self.dtype.itemsize
-
     def _scores(self, request: Completion, count: int) -> list[list[dict[int, float]]]:
         """Log-probabilities of the prompts' tokens after the first, and of the `count` likeliest ones."""
         with self._autocast():
@@ -194,9 +176,9 @@ class Engine:
         """The policy of a model's or adapter's name. Raises: UsageError when it was unloaded meanwhile."""
         if name == self.name:
             return self.policy
-        if name not in self.adapters:
+        if name not in self.adapters.by_name:
             raise UsageError(f"unknown model {name!r}; it was unloaded")
-        return self.adapters[name].policy
+        return self.adapters.by_name[name].policy
 
     def _ends(self, request: Completion) -> list[int]:
         return [] if request.body.ignore_eos else end_ids(self.tokenizer, self.policy.model)
@@ -209,52 +191,12 @@ class Engine:
     # ---------------------------------------------------------------------------------------------------------- weights
     def reload(self, folder: str) -> None:
         """Load the weights of a Hugging Face folder in place. Raises: UsageError, with the old weights as they were."""
-        if self.adapters:
-            raise UsageError(
-                f"adapters are loaded ({', '.join(self.adapters)}), which belong to the old weights; unload them"
-            )
+        if names := ", ".join(self.adapters.by_name):
+            raise UsageError(f"adapters are loaded ({names}), which belong to the old weights; unload them")
         load_weights(self.policy.model, Path(folder))
         self.num_reloads += 1
         self.version = f"reloaded-{self.num_reloads}"  # until a client names it: never the name of the old weights
-        self.merged_into = None
-
-    def load_adapter(self, name: str, folder: str) -> None:
-        """Load a peft folder under a name. Raises: UsageError when that is taken, or the folder does not fit."""
-        if name == self.name or name in self.adapters:
-            raise UsageError(f"{name} is loaded already; give each version another name")
-        if len(self.adapters) >= MOST_ADAPTERS:
-            raise UsageError(f"{MOST_ADAPTERS} adapters are loaded; unload one of {', '.join(self.adapters)}")
-        if self.merged_into is not None:
-            raise UsageError(
-                f"{self.root} is an adapter, merged here into {self.merged_into}, and {folder} would come on top; "
-                f"serve {self.merged_into} to load adapters"
-            )
-        if not Path(folder).is_dir():
-            raise UsageError(f"{folder} is not a folder that this server can see")
-        model, layer_name = self.policy.model, f"served_{self.num_loaded}"
-        self.num_loaded += 1
-        try:
-            config = lora.adapter_config(folder, "lora_path")
-            if config is None:
-                raise UsageError(f"{folder} holds no adapter ({lora.ADAPTER_CONFIG})")
-            lora.load_adapter(model, layer_name, folder, config)
-            weights = lora.adapter_modules(model, layer_name).to(model.device)
-            if bad := not_finite(weights.named_parameters()):
-                raise UsageError(f"{folder} has weights that are not finite: {bad[0].replace('/', '.')}")
-        except Exception as problem:  # a damaged file makes the libraries raise anything
-            lora.remove_adapter(model, layer_name)
-            raise UsageError(f"{folder} cannot be loaded: {first_line(problem)}") from None
-        finally:  # outside of the roles of adapters the model is as it was
-            lora.configure(model, active=self.policy.adapters, trainable=())
-        plain, base = self.policy.head_is_plain, self.policy.base
-        role = Policy(model, (layer_name,), base, shares=True, trainable=False, head_is_plain=plain).eval()
-        self.adapters[name] = Adapter(role, layer_name, folder)
-
-    def unload_adapter(self, name: str) -> None:
-        """Remove an adapter. Raises: UsageError when the name is unknown."""
-        if name not in self.adapters:
-            raise UsageError(f"no adapter {name!r} is loaded")
-        lora.remove_adapter(self.policy.model, self.adapters.pop(name).layer_name)
+        self.adapters.merged_into = None
 
 
 def at_once(work: Callable[[], Any]) -> Generator[None, None, Any]:

@@ -125,12 +125,8 @@ async def on_leaving(request: Request, problem: ClientDisconnect) -> Response:
     return Response(status_code=499)  # the client has gone
 
 
-HANDLERS: Any = {
-    UsageError: on_failure,
-    HTTPException: on_unknown,
-    ClientDisconnect: on_leaving,
-    Exception: on_failure,
-}
+HANDLERS: Any = {HTTPException: on_unknown, ClientDisconnect: on_leaving}
+HANDLERS |= dict.fromkeys((UsageError, Exception), on_failure)
 
 
 # -------------------------------------------------------------------------------------------------------------- answers

@@ -81,14 +81,12 @@ def most_connections() -> int:
         import resource
     except ImportError:  # on Windows
         return MOST_CONNECTIONS
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MOST_CONNECTIONS + SPARE_FILES
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    wanted, files = MOST_CONNECTIONS + SPARE_FILES, resource.RLIMIT_NOFILE
+    soft, hard = resource.getrlimit(files)
+    if resource.RLIM_INFINITY != soft < wanted:
         with contextlib.suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        return max(min(MOST_CONNECTIONS, soft - SPARE_FILES), 1)
+            resource.setrlimit(files, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard))
+        return max(min(wanted, resource.getrlimit(files)[0]) - SPARE_FILES, 1)
     return MOST_CONNECTIONS
 
 

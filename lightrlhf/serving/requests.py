@@ -131,7 +131,14 @@ def completion_of(
         wanted = wanted_of(body, tools)
         max_tokens = body.max_completion_tokens or body.max_tokens or max(served.positions - longest, 1)
     max_tokens = min(max_tokens, most or max_tokens)
-    check_room(longest, max_tokens, served.positions)
+    room = served.positions - longest
+    if room < 1:
+        raise Refusal(f"a prompt of {longest} tokens fills the {served.positions} positions; leave room for a response")
+    if max_tokens > room:
+        raise Refusal(
+            f"max_tokens {max_tokens} after a prompt of {longest} tokens does not fit into the {served.positions} "
+            f"positions; use at most {room}"
+        )
     if count > MOST_ROWS or count * max_tokens > MOST_TOKENS:
         raise Refusal(
             f"{count} responses of up to {max_tokens} tokens are more than one request may ask for "
@@ -143,19 +150,6 @@ def completion_of(
     check_ids(body.allowed_token_ids or [], "allowed_token_ids", served.vocabulary)
     sampling, noise = sampling_of(body, max_tokens), noise_of(body, count, max_tokens)
     return Completion(body, model, prompts, body.n, sampling, noise, tools, wanted)
-
-
-def check_room(longest: int, max_tokens: int, positions: int) -> None:
-    """Raises: Refusal when the longest prompt and its response exceed the model's positions."""
-    if longest >= positions:
-        raise Refusal(
-            f"a prompt of {longest} tokens fills the {positions} positions, without room for a response; shorten it"
-        )
-    if longest + max_tokens > positions:
-        raise Refusal(
-            f"max_tokens {max_tokens} after a prompt of {longest} tokens does not fit into the {positions} positions; "
-            f"use at most {positions - longest}"
-        )
 
 
 def sampling_of(body: Sampling, max_tokens: int) -> DecodingArgs:

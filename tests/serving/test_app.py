@@ -712,7 +712,7 @@ def test_an_adapter_on_top_of_a_merged_one_is_refused(adapter, tokenizer, folder
     policy = load_policy(str(adapter), ModelArgs(), tokenizer)
     engine = Engine(policy, tokenizer, "model", str(adapter), merged_into=str(folder))
     with pytest.raises(UsageError, match="top"):
-        engine.load_adapter("a", str(adapter))
+        engine.adapters.load("a", str(adapter))
 
 
 # ---------------------------------------------------------------------------------------------------------- information

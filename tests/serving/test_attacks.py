@@ -175,6 +175,19 @@ def test_health_is_answered_while_a_long_prompt_is_read(server, engine, monkeypa
         assert long.result().status_code == 400 and "positions" in long.result().text
 
 
+@pytest.mark.slow
+def test_health_is_answered_all_along_while_a_prompt_of_4_mb_is_read(server):
+    waits, began = [], time.monotonic()
+    with ThreadPoolExecutor() as pool:
+        long = pool.submit(server.ask, {"prompt": "a tea " * (2**22 // 6), "max_tokens": 2})
+        while not long.done():
+            asked = time.monotonic()
+            assert server.ask(path="/health").status_code == 200
+            waits.append(time.monotonic() - asked)
+    assert long.result().status_code == 400 and "positions" in long.result().text
+    assert max(waits) < (time.monotonic() - began) / 3, waits
+
+
 def test_a_full_queue_is_a_429_with_a_time(server, engine, monkeypatch):
     monkeypatch.setattr(handling, "MOST_WAITING", 3)
     body = {**GOOD, "max_tokens": 240, "n": 4, "ignore_eos": True}

@@ -1,4 +1,4 @@
-"""Start vLLM with the flags that training needs, or choose our own engine.
+"""The command that starts vLLM with the flags that training needs, and the choice between it and our own engine.
 
 Log-probabilities must be at the sampling temperature, sampling settings from each request only (not from the model's
 generation config), the dtype is the training run's, and the routes that change weights open. vLLM asks for no key on
