@@ -151,7 +151,7 @@ def open_pool(run: Run[Any]) -> Pool:
     """The environments of a run, which end with it. Raises: UsageError when the flags name none."""
     args = run.args
     try:
-        spec = EnvSpec(args.env, read_options(args.env_options), tuple(args.tools))
+        spec = EnvSpec(args.env, read_options(args.env_options), tuple(args.tools), args.mcp)
     except ValueError as problem:
         raise UsageError(str(problem)) from None
     pool = EnvPool(spec, args.env_workers, args.env_timeout)

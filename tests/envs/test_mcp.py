@@ -1,20 +1,15 @@
 """Tools of a server of the Model Context Protocol, by a command and by an address."""
 
-import shlex
-import sys
 import threading
 from http.server import ThreadingHTTPServer
 
 import pytest
-from helpers import ROOT
 from helpers.errors import error_naming
-from helpers.mcp_server import Handler
+from helpers.mcp_server import COMMAND, Handler
 
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.envs.mcp import McpEnv
 from lightrlhf.envs.ways import EnvSpec
-
-COMMAND = shlex.join([sys.executable, str(ROOT / "tests" / "helpers" / "mcp_server.py")])
 
 
 @pytest.fixture(params=["command", "address"])

@@ -2,10 +2,12 @@
 
 import json
 import os
+import shlex
 import sys
 import uuid
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+COMMAND = shlex.join([sys.executable, os.path.abspath(__file__)])
 TOOLS = [
     {
         "name": "count",

@@ -10,6 +10,7 @@ import torch
 from helpers import RunOfOneStep, assert_same_gradients, last_checkpoint, metrics, tiny_model, weights
 from helpers.episodes import LocalPool, Told
 from helpers.errors import error_naming
+from helpers.mcp_server import COMMAND
 from helpers.templates import ZOO
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -130,13 +131,14 @@ def shouting(prompts, completions, messages, episode, **columns):
     return [facts["tokens"] + len(one) for facts, one in zip(episode, messages)]
 
 
-def test_tools_alone_are_scored_by_reward_functions(tmp_path):
+@pytest.mark.parametrize("tools, name", [({"tools": ["calculator"]}, "calculator"), ({"mcp": COMMAND}, "count")])
+def test_tools_alone_are_scored_by_reward_functions(tools, name, tmp_path):
     given = {"policy": model_of(KEEPS), "tokenizer": copy.deepcopy(ZOO[KEEPS].tokenizer), "prompts": PROMPTS}
-    args = agent_args(env=None, tools=["calculator"], log_dir=str(tmp_path), max_steps=1, env_workers=1)
+    args = agent_args(env=None, **tools, log_dir=str(tmp_path), max_steps=1, env_workers=1)
     folder = grpo.train(args, **given, reward=shouting)
     (row,) = metrics(folder)
     assert row["episodes/stop_answer_ratio"] == 1 and row["objective/score"] == row["reward/shouting"] > 2
-    assert "reward/env" not in row and "calculator" in read_jsonl(folder / "rollouts.jsonl")[0]["prompt"]
+    assert "reward/env" not in row and name in read_jsonl(folder / "rollouts.jsonl")[0]["prompt"]
 
 
 def test_members_of_a_group_have_one_seed_of_the_environment_and_noise_of_their_own(pools, tmp_path):
@@ -205,6 +207,7 @@ def test_an_episode_without_a_reward_is_in_no_baseline_and_many_are_warned_of(po
         ({"importance_sampling_level": "sequence"}, ["--importance_sampling_level sequence"]),
         ({"rollout_server": ["http://localhost:8000"]}, ["--rollout_server"]),
         ({"tools": ["x:y"]}, ["--tools", "--env"]),
+        ({"mcp": "x"}, ["--mcp x"]),
     ],
 )
 def test_what_is_not_made_for_episodes_is_refused_by_name(given, facts):

@@ -31,6 +31,8 @@ class AgentArgs(Args):
     """Environment to act in over several turns, by name or `package.module:Class`; its reward is named `env`."""
     tools: list[str] = flag([], unique=True, excludes=NOT_YET, show="rarely")
     """Tools that the policy may call, one or several: `calculator`, `python`, or functions `package.module:name`."""
+    mcp: str | None = flag(None, excludes={**NOT_YET, "env": ..., "tools": ...}, show="rarely")
+    """Server of the Model Context Protocol whose tools the policy may call: its command, or its address."""
     env_options: list[str] = flag([], split=pairs, needs="env", show="rarely")
     """Arguments of the environment, one or several `name=value`."""
     max_turns: int = at_least(1, 8, show="rarely")
@@ -53,4 +55,4 @@ class AgentArgs(Args):
     @property
     def plays_episodes(self) -> bool:
         """Whether samples are episodes of several turns."""
-        return bool(self.env or self.tools)
+        return bool(self.env or self.tools or self.mcp)
