@@ -31,6 +31,7 @@ from lightrlhf.models.sharding import gather_shards
 from lightrlhf.teachers.teacher import (
     FLAG,
     AverageTeacher,
+    ForeignTeacher,
     Teachers,
     TeacherServer,
     Told,
@@ -186,6 +187,8 @@ def make_teacher(given: PreTrainedModel | Policy | None, run: Run[Any], student:
             raise UsageError(f"{FLAG}: several teachers need the student's tokenizer")
         return frozen(run, Teachers(one_each))
     teacher = load_teacher(given, args, student, tokenizer, next(iter(args.teacher_models.values()), None))
+    if args.text_return == "to_go" and not isinstance(teacher, ForeignTeacher):
+        raise UsageError("--text_return to_go: the teacher has the student's tokenizer; leave it out")
     if not isinstance(teacher, AverageTeacher):
         return frozen(run, teacher)
     teacher = teacher.requires_grad_(False).eval().to(run.device)  # its weights move, so `run.freeze` is not for them
@@ -246,7 +249,13 @@ def teach(
     else:
         kl = values_of(lesson, model, batch)[..., VALUES.index("kl")]
     if lesson.told is not None and lesson.told.readable is not None:  # of whole responses
-        total = torch.where(lesson.told.readable & mask.any(1), kl.sum(1), torch.nan)  # (B,)
+        is_judged = lesson.told.readable & mask.any(1)  # (B,)
+        if (to_go := lesson.told.to_go) is not None:
+            to_go, mask = torch.where(mask, to_go, 0.0), mask & is_judged[:, None]
+            mean = distillation.other_rows_mean(to_go, mask, *group, args.max_new_tokens, run.ranks.sum)
+            lesson.costs = (to_go - mean) * mask
+            return lesson
+        total = torch.where(is_judged, kl.sum(1), torch.nan)  # (B,)
         moments = groups.group_moments(total, *group, run.ranks.sum)
         lesson.costs = groups.group_advantages(total, moments, groups.leave_one_out)[:, None] * mask
         return lesson

@@ -35,6 +35,7 @@ from lightrlhf.models.names import base_name, model_folder, resolve
 from lightrlhf.models.roles import Policy
 from lightrlhf.models.tokenizer import check_stored_ids, load_tokenizer
 from lightrlhf.rewards.encoding import Encoding, Sample, same_tokenizer, samples_of
+from lightrlhf.teachers.borders import crosses_words, last_borders, sum_from, token_starts
 from lightrlhf.training.run import Run
 
 FLAG, SERVER_FLAG = "--teacher", "--teacher_server"
@@ -58,6 +59,9 @@ class Told:
     logprobs: Tensor  # (B, T-1) of the tokens
     ids: Tensor | None = None  # (B, T-1, K) the likeliest tokens, with `--estimator top_k`
     top: Tensor | None = None  # (B, T-1, K) their log-probabilities
+    to_go: Tensor | None = (
+        None  # (B, T-1) the student's less the teacher's from the last border, with another tokenizer
+    )
     readable: Tensor | None = None  # (B,) of a teacher with another tokenizer: it can read the response
     noncanonical: int = 0  # rows whose ids are not the student's own for their text
 
@@ -87,7 +91,7 @@ def load_teacher(
         own = load_tokenizer(None, source)
         if not same_tokenizer(own, tokenizer):
             check_foreign(args, tokenizer, source)
-            return ForeignTeacher(load_policy(source, frozen, own, FLAG), own, tokenizer)
+            return ForeignTeacher(load_policy(source, frozen, own, FLAG), own, tokenizer, args.text_return == "to_go")
     is_shared = student.shares and student.base == base_name(source, FLAG) is not None
     if not is_shared or lora.holds_dora(source, FLAG):
         return load_policy(source, frozen, tokenizer, FLAG)
@@ -207,9 +211,12 @@ class ForeignTeacher(nn.Module):
     a truncated one is left out on both sides.
     """
 
-    def __init__(self, policy: Policy, tokenizer: Tokenizer, student: Tokenizer) -> None:
+    def __init__(self, policy: Policy, tokenizer: Tokenizer, student: Tokenizer, by_word: bool = False) -> None:
+        """by_word: judge a token from the last border of words before it on, see `borders.py`."""
         super().__init__()
-        self.policy, self.encoding, self.student = policy, Encoding(tokenizer), student
+        self.policy, self.encoding, self.student, self.by_word = policy, Encoding(tokenizer), student, by_word
+        if by_word and crosses_words(tokenizer):
+            raise UsageError(f"--text_return to_go: {FLAG} has tokens of several words; leave it out")
         for one, name in ((tokenizer, "the teacher's"), (student, "the student's")):
             for text in PROBES:
                 found = decode(one, encode_text(one, text))
@@ -321,14 +328,30 @@ def tell_texts(teacher: ForeignTeacher, rollout: Rollout, column: str | None, si
     known = [i for i, row in enumerate(rows) if row is not None]
     pairs = [row for row in rows if row is not None]
     logprobs, readable = rollout.logprobs.clone(), torch.tensor([row is not None for row in rows])
+    to_go = torch.zeros_like(logprobs) if teacher.by_word else None  # (B, T-1)
     if pairs:
         batch = response_batch([prompt for prompt, _ in pairs], [ids for _, ids in pairs], 0)
-        totals = score_logprobs(teacher.policy, batch, 1.0, size).sum(1)  # (b,)
-        for i, total in zip(known, totals):
+        by_token = score_logprobs(teacher.policy, batch, 1.0, size)  # (b, t-1)
+        for i, (_, ids), values, own in zip(known, pairs, by_token, batch.action_mask):
             places = mask[i].nonzero()[: counted(teacher.student, samples[i]), 0]  # the rest costs nothing
-            logprobs[i, places] = total / max(len(places), 1)
+            logprobs[i, places] = values.sum() / max(len(places), 1)
+            if to_go is not None:
+                to_go[i, places] = later_gap(teacher, samples[i], rollout.logprobs[i, places], ids, values[own])
     odd = sum(not is_canonical(teacher.student, sample) for sample in samples)
-    return Told(logprobs=logprobs * mask, readable=readable, noncanonical=odd)
+    return Told(logprobs=logprobs * mask, to_go=to_go, readable=readable, noncanonical=odd)
+
+
+def later_gap(teacher: ForeignTeacher, sample: Sample, logprobs: Tensor, ids: list[int], values: Tensor) -> Tensor:
+    """The student's `logprobs` (n,) from each token's last border on, less the teacher's `values` (m,): (n,).
+
+    ids: the teacher's tokens.
+    """
+    own = (sample.response_ids or [])[: len(logprobs)]
+    text = decode(teacher.student, own)
+    starts = token_starts(teacher.student, own, text)
+    borders = last_borders(text, starts)
+    others = sum_from(values, token_starts(teacher.encoding.tokenizer, ids, text), borders)
+    return sum_from(logprobs, starts, borders) - others
 
 
 def seen_by_teacher(args: TeacherArgs, batch: Batch) -> Batch:

@@ -17,7 +17,7 @@ from helpers import (
     run_program,
     save_model,
 )
-from helpers.errors import error_naming
+from helpers.errors import error_naming, refused
 from helpers.rollouts import rollout_of
 from helpers.serving import serving
 from helpers.tokenizers import byte_tokenizer
@@ -302,7 +302,7 @@ def test_a_run_with_an_averaged_teacher_resumes_bit_by_bit(runs, tmp_path, token
     assert [row["objective/kl"] for row in metrics(run) if "objective/kl" in row] == expected
 
 
-def test_a_teacher_with_another_tokenizer_needs_the_judgement_of_whole_responses(runs, tmp_path, tokenizer):
+def test_a_teacher_with_another_tokenizer_needs_the_judgement_of_whole_responses(runs, tmp_path, capsys):
     other = save_model("llama", tmp_path / "other", byte_tokenizer())
     byte_tokenizer().save_pretrained(other)
     flags = runs.flags("distill", tmp_path, "--teacher", other, "--num_generations", 2, "--mini_batch_size", 4)
@@ -310,3 +310,8 @@ def test_a_teacher_with_another_tokenizer_needs_the_judgement_of_whole_responses
         main([*flags, "--objective", "position"])
     rows = metrics(main([*flags, "--objective", "sequence", "--estimator", "k1"]))
     assert {"teacher/noncanonical", "teacher/unreadable"} <= rows[-1].keys()
+    k1 = ["--objective", "sequence", "--estimator", "k1", "--text_return", "to_go"]
+    later = metrics(main([*flags, *k1]))
+    assert later[0]["objective/kl"] == pytest.approx(rows[0]["objective/kl"], rel=0.01)  # a mean over two updates
+    assert later[0]["policy/grad_norm"] != rows[0]["policy/grad_norm"]
+    assert "--text_return" in refused(capsys, main, *runs.flags("distill", tmp_path, *k1))

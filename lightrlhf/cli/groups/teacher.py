@@ -53,6 +53,10 @@ class TeacherArgs(SamplingArgs):
     """exact: the whole vocabulary; top_k: the teacher's likeliest tokens and a tail; k1: the sampled tokens alone."""
     teacher_top_k: int = flag(20, Bounds(least=1, most=128), needs={"estimator": "top_k"}, show="rarely")
     """Likeliest tokens of the teacher at a position, with `--estimator top_k`."""
+    text_return: Literal["response", "to_go"] = flag(
+        "response", needs={"teacher": ..., "estimator": "k1"}, show="rarely"
+    )
+    """Judgement of a token by a teacher with another tokenizer: the response's, or that from the word before it on."""
     privileged_column: str | None = None
     """Column of the prompts that the teacher reads instead of the prompt: a text or messages."""
     objective: Literal["position", "sequence"] = "position"
@@ -150,7 +154,7 @@ class TeacherTermArgs(TeacherArgs):
         return self.teacher_coeff > 0
 
     def _check(self) -> None:
-        for name in ("teacher_server", "own_teacher", "estimator"):
+        for name in ("teacher_server", "own_teacher", "estimator", "text_return"):
             if not self.has_teacher and getattr(self, name) != vars(TeacherArgs)[name]:
                 raise ValueError(f"--{name} {getattr(self, name)} needs --teacher_coeff")
 
