@@ -124,6 +124,7 @@ TOOLS: dict[str, Program] = {
         Program("judge", "JudgeArgs"),
         Program("check_reward", "CheckRewardArgs"),
         Program("check_run", "CheckRunArgs"),
+        Program("check_data", "CheckDataArgs"),
         Program("estimate", "EstimateArgs"),
         Program("sweep", "SweepArgs"),
         Program("plot", "PlotArgs"),

@@ -13,6 +13,7 @@ from collections.abc import Container
 
 ALIASES = {  # accepted in place of ours
     "--model_name_or_path": "--model_name",
+    "--tokenizer": "--tokenizer_name",
     "--experiment_dir": "--model_name",  # a run is named as any model is; not where a new run is made
 }
 PACKED = "texts are packed wherever that makes a pass cheaper"
