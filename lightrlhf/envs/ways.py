@@ -3,6 +3,7 @@
     --env package.module:Class      gymnasium's API with texts: reset(seed=…), step(text) -> a tuple of five
     --env package.module:Class      TRL's: reset(**row), public methods are the tools, perhaps get_reward()
     --env package.module:Class      this library's own `EpisodeEnv`
+    --env ws://host:port            a server of OpenEnv, see lightrlhf/envs/openenv.py
     --tools package.module:f …      functions with type hints and docstring
     --mcp "command" or URL          a server of the Model Context Protocol, see lightrlhf/envs/mcp.py
     --env, --tools NAME             one of this library, see EPISODE_ENVS and TOOLS
@@ -23,6 +24,7 @@ from lightrlhf.cli.errors import UsageError
 from lightrlhf.cli.functions import load_function, parameters_of
 from lightrlhf.envs import ENVIRONMENTS, construct
 from lightrlhf.envs.mcp import McpEnv
+from lightrlhf.envs.openenv import OpenEnv
 from lightrlhf.envs.tool_env import ToolCaller, ToolEnv
 from lightrlhf.generation.episode_env import Answer, EpisodeEnv, Json, Message
 
@@ -57,6 +59,8 @@ class EnvSpec:
             return McpEnv(self.mcp)
         if self.env is None:
             return ToolEnv([load_tool(path) for path in self.tools])
+        if self.env.startswith(("ws://", "wss://")):
+            return OpenEnv(self.env)
         path = EPISODE_ENVS.get(self.env, self.env)
         if ":" not in path and path not in ENVIRONMENTS:
             known = ", ".join([*EPISODE_ENVS, *ENVIRONMENTS])
