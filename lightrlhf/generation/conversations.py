@@ -11,11 +11,16 @@ Left out: several choices a turn, and pictures.
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from difflib import SequenceMatcher
 from typing import Any, Literal, NamedTuple
 
+from lightrlhf.cli.errors import UsageError
+from lightrlhf.data.chat import MARK
+from lightrlhf.data.rendering import render
 from lightrlhf.data.suffix import Rewritten, suffix_ids
 from lightrlhf.data.tokens import encode_text, prompt_text
 from lightrlhf.data.types import Tokenizer
@@ -177,12 +182,34 @@ class Conversation:
                     logprobs[turn.start : turn.end] = turn.logprobs
             shares = row.shares and {"row": row.shares[0], "tokens": row.shares[1]}
             rows.append(
-                {"ids": row.ids, "mask": mask, "logprobs": logprobs, "began": row.began, "why": row.why}
+                {"ids": [*row.ids], "mask": mask, "logprobs": logprobs, "began": row.began, "why": row.why}
                 | {"shares": shares}
             )
         names = ("number", "row", "start", "end", "stop_reason", "version", "reply", "request")
         turns = [{name: getattr(turn, name) for name in names} | turn.details for turn in self.turns]
         return {"rows": rows, "turns": turns, "counts": dict(self.counts)}
+
+    def render_rows(self, rows: list[Json]) -> None:
+        """Add to each row of a trace what the chat template writes now for its last turn, beside the ids' own text.
+
+        `rendering`: pairs of pieces, in order, equal where both texts agree; None where the template refuses it. The
+        last pair has what the template writes behind a turn, which is read with the next one.
+        """
+        last = {turn.row: turn for turn in self.turns}
+        for number, row in enumerate(rows):
+            own = str(self.tokenizer.decode(row["ids"], clean_up_tokenization_spaces=False))
+            try:
+                text = render(self.tokenizer, [*last[number].messages, last[number].reply], last[number].tools)
+                row["rendering"] = [*pieces(own, text.replace(MARK, ""))]
+            except UsageError:
+                row["rendering"] = None
+
+
+def pieces(one: str, other: str) -> Iterator[tuple[str, str]]:
+    """Two texts in pairs of pieces, equal ones where they agree in words."""
+    words = [re.findall(r"(?s)\w+|.", text) for text in (one, other)]
+    for _, *ends in SequenceMatcher(None, *words).get_opcodes():
+        yield "".join(words[0][ends[0] : ends[1]]), "".join(words[1][ends[2] : ends[3]])
 
 
 def plain(message: Message) -> Message:

@@ -59,8 +59,12 @@ class SessionRoutes:
         return JSONResponse({"id": request.path_params["id"], "deleted": True})
 
     async def trace(self, request: Request) -> Response:
-        """Rows and turns so far; without the turn that runs."""
-        return JSONResponse(self.sessions.find(request.path_params["id"]).trace())
+        """Rows and turns so far, without the turn that runs; ?rendering: and what the template writes now."""
+        session = self.sessions.find(request.path_params["id"])
+        trace = session.trace()
+        if "rendering" in request.query_params:
+            await asyncio.to_thread(session.conversation.render_rows, trace["rows"])
+        return JSONResponse(trace)
 
     async def released(self) -> None:
         """Wait until no session holds new weights."""

@@ -121,6 +121,9 @@ def test_turns_go_on_in_one_row_whose_log_probabilities_are_the_policys(client, 
     assert trace["turns"][2]["reply"] == messages[5]
     assert {one["version"] for one in trace["turns"]} == {"default"}
     assert trace["settings"]["seed"] == 3 and trace["settings"]["temperature"] == 1.0
+    rendered = client.get(session[0].removesuffix("/v1/chat/completions") + "/trace?rendering").json()
+    assert "".join(own for own, _ in rendered["rows"][0].pop("rendering")) == tokenizer.decode(row["ids"])
+    assert rendered == trace
 
 
 def test_a_stream_is_the_answer_in_parts_and_is_recorded_alike(client):

@@ -149,6 +149,20 @@ def test_white_space_that_the_template_trims_stays_as_it_was_sampled():
     assert not second.is_new and second.ids[: len(first.ids) + len(ids)] == first.ids + ids
 
 
+def test_the_rendering_marks_what_the_template_writes_otherwise_now():
+    kind, reply = ZOO["llama3"], said("assistant", "  hi,  you.")
+    conversation = Conversation(kind.tokenizer)
+    sample(conversation, [QUESTION], ids_of(kind.tokenizer, "  hi,  you.<|eot_id|>"), reply)
+    messages = [QUESTION, reply, NEXT]
+    sample(conversation, messages, ids_of(kind.tokenizer, "fine.<|eot_id|>"), said("assistant", "fine."))
+    conversation.render_rows(rows := conversation.trace()["rows"])
+    (row,) = rows
+    assert [(one, other) for one, other in row["rendering"] if one != other] == [("  ", "")]
+    own, text = ("".join(side) for side in zip(*row["rendering"]))
+    assert own == kind.tokenizer.decode(row["ids"])
+    assert text == render(kind, [*messages, said("assistant", "fine.")], None, False)
+
+
 def test_half_a_character_is_kept_as_it_was_sampled():
     kind = ZOO["chatml"]
     ids = ids_of(kind.tokenizer, "hi €")[:-1]
