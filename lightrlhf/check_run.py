@@ -3,11 +3,12 @@
     lightrlhf check_run step.npz
 
 Input is a step as arrays (`lightrlhf/checks/step.py` has the schema; all fields are optional), or an experiment dir of
-ours, whose rollouts, first metrics and checkpoints are read. From the arrays alone:
-which tokens the loss counts, responses of a group that are one text, log-probabilities that cannot be, the ratio at the
-first pass, rewards to advantages, the KL term, and the loss of PPO, GRPO, DPO and SFT, each token's weight included.
-Where numbers do not fit the formula that the settings name, the known formula or fault that fits them is named.
-Tolerances are the rounding of the numbers, never a tuned threshold. Exits with status 1 when a check is wrong.
+ours, whose rollouts, first metrics and checkpoints are read; `lightrlhf.checks.trl` records TRL's steps. From the
+arrays alone: which tokens the loss counts, responses of a group that are one text, log-probabilities that cannot be,
+the ratio at the first pass, rewards to advantages, the KL term, and the loss of PPO, GRPO, DPO and SFT, each token's
+weight included. Where numbers do not fit the formula that the settings name, the known formula or fault that fits them
+is named. Tolerances are the rounding of the numbers, never a tuned threshold. Exits with status 1 when a check is
+wrong.
 
 Left out: log-probabilities recomputed with the weights, gradients and optimiser states, text against a chat template
 (`lightrlhf check_data`), and dumps of verl, prime-rl and OpenEnv. A loss of one's own is only said to differ.

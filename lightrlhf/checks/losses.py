@@ -158,17 +158,17 @@ def policy_totals(step: Step) -> tuple[str, Total, dict[str, Total]]:
 
 def weights_of(step: Step, aggregation: str) -> Tensor:
     """Weights of tokens, (B, T), in float64; `token` divides by `num_items` where it is given."""
-    mask = step.mask()
+    mask, passes = step.mask(), float(step.config.get("passes") or 1)
     if aggregation == "token" and step.config.get("num_items"):
         return mask.double() / float(step.config["num_items"])
-    if aggregation in ("constant",):
+    if aggregation == "constant":
         step.need("max_new_tokens")
     if aggregation == "prompt":
         step.need("group")
     group = step.whole("group") if "group" in step else torch.zeros(len(mask), dtype=torch.int64)
+    counted = mask, group, int(group.max()) + 1, aggregation, int(step.config.get("max_new_tokens") or 1)
     episode = step.whole("episode") if "episode" in step else None
-    length = int(step.config.get("max_new_tokens") or 1)
-    return policy_losses.token_weights(mask, group, int(group.max()) + 1, aggregation, length, episode=episode).double()
+    return policy_losses.token_weights(*counted, episode=episode).double() / passes
 
 
 def clip_faults(way: Way) -> dict[str, Way]:
@@ -232,8 +232,8 @@ def weight_faults(step: Step, way: Way) -> dict[str, Way]:
         tokens = torch.zeros(int(number)).long().index_add(0, passes, mask.sum(1)).clamp(min=1)  # (M,)
         faults["mean of means of passes"] = way._replace(weights=mask / (number * tokens[passes])[:, None])
         faults["sum of means of passes"] = way._replace(weights=mask / tokens[passes][:, None])
-    if "micro_batch" in step:
-        count = float(step.whole("micro_batch").max()) + 1
+    count = float(step.config.get("passes") or (step.whole("micro_batch").max() + 1 if "micro_batch" in step else 1))
+    if count > 1:
         faults["not divided by the passes"] = way._replace(weights=way.weights * count)
         faults["divided by the passes twice"] = way._replace(weights=way.weights / count)
     return faults

@@ -66,6 +66,7 @@ CONFIG: dict[str, str] = {
     "aggregation": "token, sequence, sum, constant, prompt",
     "max_new_tokens": "the longest response that may be sampled",
     "num_items": "the number of tokens that the loss was divided by",
+    "passes": "the number of passes that the loss was divided by",
     "num_generations": "responses of a prompt",
     "kl_coeff": "coefficient of the KL",
     "kl_estimator": "k1, k2, k3",
