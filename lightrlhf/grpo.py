@@ -401,8 +401,8 @@ def update_minibatch(
     """
     args, kl_coeff = run.args, run.args.init_kl_coeff if run.args.kl_placement == "loss" else 0.0
     counted = (minibatch.action_mask, minibatch.group, minibatch.num_groups)
-    way = args.aggregation, args.max_new_tokens, run.ranks.sum, minibatch.episode
-    entropy_weights = policy_losses.token_weights(*counted, *way)
+    length, episode = args.max_new_tokens, minibatch.episode
+    entropy_weights = policy_losses.token_weights(*counted, args.aggregation, length, run.ranks.sum, episode)
     weights = entropy_weights if minibatch.correction is None else entropy_weights * minibatch.correction  # (b, T-1)
     if args.loss_type in policy_losses.LOSSES and not (kl_coeff or args.entropy_coeff or lesson):
         learned = (minibatch.advantages != 0).any(1).nonzero()[:, 0]  # a response without an advantage has no gradient

@@ -61,7 +61,8 @@ class EpisodeSampler(RolloutSampler):
         pool: Pool | None = None,
     ) -> None:
         super().__init__(run, model, reference, start, responses)
-        self.policy: Policy = getattr(model, "module", model)  # without what Fabric wraps it in
+        module: Any = model
+        self.policy: Policy = getattr(module, "module", module)  # without what Fabric wraps it in
         self.pool: Pool = pool or open_pool(run)
         self.has_warned = False
         check_template(self.tokenizer, self.pool.tools)

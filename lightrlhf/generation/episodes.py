@@ -167,31 +167,32 @@ def play(episodes: Sequence[Episode], pool: Pool, sample: Sample, tokenizer: Tok
         sampled = sample([episodes[number] for number in plans], [*plans.values()])
         count = sum(map(len, sampled.responses))
         removed, tokens = removed + sampled.removed_mass * count, tokens + count
-        for (number, plan), *turn in zip(plans.items(), sampled.responses, sampled.logprobs, sampled.truncated):
-            pool.step(number, take_turn(episodes[number], plan, pool.tools, limits, *turn))
+        turns = zip(sampled.responses, sampled.logprobs, sampled.truncated)
+        for (number, plan), (ids, logprobs, cut) in zip(plans.items(), turns):
+            pool.step(number, take_turn(episodes[number], plan, pool.tools, limits, ids, logprobs, cut))
     return removed / max(tokens, 1)
 
 
 def plan_turn(one: Episode, tools: list[Json] | None, limits: Limits) -> Plan | None:
     """What the policy reads before its next turn; None where the episode ends here, by a limit or a fault."""
+    plan, stop_reason = None, ""
     if one.num_turns >= limits.turns:
-        return _end(one, "turns")
-    if one.num_tokens >= limits.tokens:
-        return _end(one, "tokens")
-    try:
-        plan = one.conversation.begin(one.messages, tools)
-    except UsageError as problem:
-        if not one.num_turns:
-            raise
-        one.fail(Fault("errors", str(problem)))  # a text of the environment that the template or tokenizer refuses
-        return None
-    if one.num_turns and len(plan.ids) + limits.turn > limits.positions:
-        return _end(one, "context")
+        stop_reason = "turns"
+    elif one.num_tokens >= limits.tokens:
+        stop_reason = "tokens"
+    else:
+        try:
+            plan = one.conversation.begin(one.messages, tools)
+        except UsageError as problem:
+            if not one.num_turns:
+                raise
+            one.fail(Fault("errors", str(problem)))  # a text of the environment that template or tokenizer refuses
+            return None
+        if one.num_turns and len(plan.ids) + limits.turn > limits.positions:
+            plan, stop_reason = None, "context"
+    if stop_reason:
+        one.stop_reason, one.waits_for = stop_reason, "end"
     return plan
-
-
-def _end(one: Episode, stop_reason: str) -> None:
-    one.stop_reason, one.waits_for = stop_reason, "end"
 
 
 def take_turn(
