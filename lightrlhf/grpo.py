@@ -23,7 +23,7 @@ without a score are in no baseline and not in the loss; groups of equal scores h
 once, in sampling and in training. Dropout is off wherever log-probabilities are stored. With `--env` or `--tools` a
 response is an episode of several turns, see `generation.episodes`.
 
-Left out: a replay of earlier groups, and credit by turn.
+Left out: a replay of earlier groups.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from lightrlhf.generation import rollout_metrics, rollout_sampler
 from lightrlhf.maths import groups, ops, policy_losses, sampling_gap
 from lightrlhf.models.given import load_start
 from lightrlhf.models.roles import Policy, policy_inputs
-from lightrlhf.rewards import functions, kl, loading, own_functions
+from lightrlhf.rewards import functions, kl, loading, own_functions, turns
 from lightrlhf.rewards.rewards import Rewards
 from lightrlhf.teachers.lesson import Lesson, TaughtBatch, Term, make_teacher, present, teach
 from lightrlhf.training.ranks import LocalRanks, Ranks
@@ -321,11 +321,9 @@ def estimate_advantages(
 
     def advantages_of(values: Tensor, name: str) -> Tensor:
         """(B,), NaN where missing -> (B,); an episode counts once, whatever its rows."""
-        once = rollout.once(values)
         if name not in groups.ADVANTAGES:
-            found = own_functions.own_advantages(name, args.num_generations, once, rollout.group, ranks)
-            return found[rollout.last_rows()]
-        moments = groups.group_moments(once, rollout.group, rollout.num_groups, ranks.sum)
+            return own_functions.own_advantages(name, args.num_generations, values, rollout, ranks)
+        moments = groups.group_moments(rollout.once(values), rollout.group, rollout.num_groups, ranks.sum)
         return groups.group_advantages(values, moments, groups.ADVANTAGES[name])
 
     total = penalize_length(args, rollout, combine_scores(args, rollout, scores, ranks.sum))  # (B,)
@@ -340,12 +338,14 @@ def estimate_advantages(
         by_token = kl.token_rewards(scored, total, kl_coeff)  # (B, T-1)
         advantages = ops.gae(by_token, torch.zeros_like(by_token), scored.action_mask, gamma=1.0, lambd=1.0)[0]
     else:
-        advantages = advantages_of(total, args.advantage)  # (B,)
+        advantages = advantages_of(total, args.advantage)[:, None]  # (B, 1)
+        if args.credit == "turn":
+            advantages = turns.advantages(rollout, scores, total, args.advantage, args.max_turns, ranks.sum)  # (B, T-1)
         if kl_coeff:
             baseline = "rloo" if args.advantage == "rloo" else "mean"
             response_kl = torch.where(total.isnan(), total, rollout_metrics.response_kl(rollout))  # (B,)
-            advantages = advantages - kl_coeff * advantages_of(response_kl, baseline)
-        advantages = advantages[:, None] * scored.action_mask  # (B, T-1)
+            advantages = advantages - kl_coeff * advantages_of(response_kl, baseline)[:, None]
+        advantages = advantages * scored.action_mask  # (B, T-1)
     if args.normalize_advantages:  # in float64, or equal ones would become noise, which Adam scales up
         exact = advantages.double()
         whitened = ops.whiten(exact, scored.action_mask, sum_over_ranks=ranks.sum)

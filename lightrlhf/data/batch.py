@@ -152,6 +152,7 @@ class Rollout(SampledBatch):
     num_groups: int = 0  # of the step on all ranks
     prompt_len: Tensor  # (B,) int64
     truncated: Tensor  # (B,) bool: stopped by length; no end token is appended
+    turn: Tensor | None = None  # (B, T-1) int64 number of the turn of an episode at its actions, 0 elsewhere
     ref_logprobs: Tensor  # (B, T-1) as `logprobs`, under the reference; NaN where there is none
     tokenizer: PreTrainedTokenizerBase | None = None  # of the ids
     columns: list[dict[str, Any]] = dataclasses.field(default_factory=list)  # other columns of the data, a dict per row
@@ -281,7 +282,7 @@ def dialogue_pair_batch(rows: Sequence[Row], pad_id: int) -> Batch:
 
 
 def masked_batch(ids: Sequence[Sequence[int]], masks: Sequence[Sequence[int]], pad_id: int) -> Batch:
-    """Right-padded rows with a mask each, 1 at the ids that are actions."""
+    """Right-padded rows with a mask each, 0 at the ids that are no actions."""
     return _collate(ids, [torch.tensor(mask[1:], dtype=torch.bool) for mask in masks], pad_id)
 
 

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightrlhf.cli.errors import NotFinite, UsageError
 from lightrlhf.data.batch import Rollout, SampledBatch, masked_batch, mix_seed, number_rows, seeded_noise
@@ -120,14 +120,14 @@ class EpisodeSampler(RolloutSampler):
         """The rows of episodes; `group` is the number of each one's episode here."""
         args = self.run.args
         settings = args.temperature, args.rollout_mini_batch_size
-        batch, contexts = episode_batch(episodes, self.tokenizer.pad_token_id)
+        batch, turn, contexts = episode_batch(episodes, self.tokenizer.pad_token_id)
         if rounds_otherwise(self.policy):
             batch.logprobs = score_logprobs(self.model, batch, *settings)
         assert batch.episode is not None
         sampled = Completions([], [], [is_cut(episodes[i]) for i in batch.episode.tolist()], removed)
         rollout = make_rollout(batch, contexts, sampled, self.tokenizer, self.reference, *settings)
-        has_several = len(batch) > len(episodes)
-        return dataclasses.replace(rollout, group=batch.episode, episode=batch.episode if has_several else None)
+        several = batch.episode if len(batch) > len(episodes) else None
+        return dataclasses.replace(rollout, group=batch.episode, episode=several, turn=turn)
 
     def _warn(self, episodes: Sequence[Episode]) -> None:
         """Warn once where many episodes have no reward, since a policy must not escape a bad one by a fault."""
@@ -162,30 +162,38 @@ def open_pool(run: Run[Any]) -> Pool:
     return pool
 
 
-def episode_batch(episodes: Sequence[Episode], pad_id: int) -> tuple[SampledBatch, list[Row]]:
-    """All rows of episodes, numbered from 0 in `episode`, and what precedes each one's first action as a prompt row."""
+def episode_batch(episodes: Sequence[Episode], pad_id: int) -> tuple[SampledBatch, Tensor, list[Row]]:
+    """All rows of episodes, numbered from 0 in `episode`; `Rollout.turn`; and what each row begins with as a prompt."""
     contexts, episode, found = [], [], []
     for number, one in enumerate(episodes):
         columns = {**one.prompt.get("columns", {}), "messages": one.messages, "episode": one.facts()}
-        for ids, mask, logprobs in rows_of(one):
-            start = mask.index(1) if any(mask) else len(ids)
+        for ids, sampled, logprobs in rows_of(one):
+            start = next((i for i, turn in enumerate(sampled) if turn), len(ids))
             contexts.append({"row": one.prompt["row"], "input_ids": ids[:start], "columns": columns})
             episode.append(number)
-            found.append((ids, mask, logprobs))
-    whole = masked_batch([ids for ids, _, _ in found], [mask for _, mask, _ in found], pad_id)
+            found.append((ids, sampled, logprobs))
+    whole = masked_batch([ids for ids, _, _ in found], [sampled for _, sampled, _ in found], pad_id)
+    turn = torch.zeros_like(whole.action_mask, dtype=torch.int64)  # (B, T-1)
+    turn[whole.action_mask] = torch.tensor([i - 1 for _, sampled, _ in found for i in sampled if i], dtype=torch.int64)
     values = torch.zeros(whole.action_mask.shape)  # (B, T-1)
     values[whole.action_mask] = torch.tensor([value for _, _, logprobs in found for value in logprobs])
-    return whole.extend(SampledBatch, logprobs=values, episode=torch.tensor(episode, dtype=torch.int64)), contexts
+    numbers = torch.tensor(episode, dtype=torch.int64)  # (B,)
+    return whole.extend(SampledBatch, logprobs=values, episode=numbers), turn, contexts
 
 
 def rows_of(one: Episode) -> Iterator[tuple[list[int], list[int], list[float]]]:
-    """The rows of an episode: ids, mask of what was sampled, and its log-probabilities; without a turn the prompt."""
+    """The rows of an episode; without a turn its prompt.
+
+    Each is ids, for each the number of the turn that sampled it, from 1, or 0, and the samples' log-probabilities.
+    """
     turns = one.conversation.turns
     for number, row in enumerate(one.conversation.rows):
-        mask = [0] * len(row.ids)
-        for turn in (own := [turn for turn in turns if turn.row == number]):
-            mask[turn.start : turn.end] = [1] * (turn.end - turn.start)
-        yield row.ids, mask, [value for turn in own for value in turn.logprobs]
+        sampled, logprobs = [0] * len(row.ids), []
+        for count, turn in enumerate(turns, start=1):
+            if turn.row == number:
+                sampled[turn.start : turn.end] = [count] * (turn.end - turn.start)
+                logprobs += turn.logprobs
+        yield row.ids, sampled, logprobs
     if not turns:
         ids = [int(i) for i in one.prompt["input_ids"]]
         yield ids, [0] * len(ids), []

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightrlhf.cli.errors import RunFailure, UsageError
 from lightrlhf.cli.functions import load_function
+from lightrlhf.data.batch import Rollout
 from lightrlhf.maths.groups import TableFunction, table_advantages
 from lightrlhf.maths.policy_losses import TokenLoss
 from lightrlhf.rewards.functions import failure_of
@@ -68,17 +69,17 @@ def load_own_advantage(path: str, num_generations: int) -> TableFunction:
     return advantage
 
 
-def own_advantages(path: str, num_generations: int, scores: Tensor, group: Tensor, ranks: Ranks) -> Tensor:
+def own_advantages(path: str, num_generations: int, scores: Tensor, rollout: Rollout, ranks: Ranks) -> Tensor:
     """Advantages (B,) of this rank's rows by a function of all ranks' scores, see `groups.table_advantages`.
 
-    scores: (B,), NaN where a score is missing. Raises: RunFailure where the function fails.
+    scores: (B,), NaN where a score is missing; an episode's count once. Raises: RunFailure where the function fails.
     """
-    parts = ranks.gather((group.tolist(), scores.double().tolist()))
+    parts = ranks.gather((rollout.group.tolist(), rollout.once(scores).double().tolist()))
     groups = torch.tensor([number for numbers, _ in parts for number in numbers], dtype=torch.int64)
     values = torch.tensor([value for _, values in parts for value in values], dtype=torch.float64)
     start = sum(len(numbers) for numbers, _ in parts[: ranks.rank])
     advantages = table_advantages(values, groups, load_own_advantage(path, num_generations))
-    return advantages[start : start + len(scores)].to(scores)
+    return advantages[start : start + len(scores)][rollout.last_rows()].to(scores)
 
 
 def _load_checked(path: str, flag: str, shape: str) -> Callable[..., Tensor]:

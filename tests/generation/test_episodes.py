@@ -105,9 +105,9 @@ def test_rows_are_what_was_read_and_sampled(name, tools):
         for turn, (read, sampled) in zip(one.conversation.turns, writer.seen[one]):
             ids, mask, _ = rows[turn.row]
             assert ids[: turn.start] == read and ids[turn.start : turn.end] == sampled
-            assert all(mask[turn.start : turn.end])
-        assert sum(sum(mask) for _, mask, _ in rows) == sum(len(ids) for _, ids in writer.seen[one])
-        assert all(len(logprobs) == sum(mask) for _, mask, logprobs in rows)
+            assert {*mask[turn.start : turn.end]} <= {turn.number + 1}
+        assert sum(sum(map(bool, mask)) for _, mask, _ in rows) == sum(len(ids) for _, ids in writer.seen[one])
+        assert all(len(logprobs) == sum(map(bool, mask)) for _, mask, logprobs in rows)
 
 
 # ------------------------------------------------------------------------------------------------- how an episode ends

@@ -36,7 +36,7 @@ SIZES |= {"rollout_mini_batch_size": 4, "max_turns": 4, "log_interval": 1, "acce
 
 
 class Game(Told):
-    """Ends at random, by its seed; a turn's reward and the outcome are the letters of the word that were said."""
+    """Ends by its seed, or by what was said; a turn's reward and the outcome are the letters of the word in it."""
 
     def reset(self, seed, row):
         super().reset(seed, row)
@@ -46,7 +46,8 @@ class Game(Told):
 
     def step(self, reply):
         answer = super().step(reply)
-        return dataclasses.replace(answer, reward=self.letters(), counts={"calls": 1})
+        done = answer.done or sum(map(ord, reply["content"])) % 3 == 0
+        return dataclasses.replace(answer, reward=self.letters(), done=done, counts={"calls": 1})
 
     def finish(self, stop_reason):
         return 2 * self.letters()
@@ -181,6 +182,28 @@ def test_micro_batches_and_packing_change_no_gradient(name, aggregation, pools, 
         assert_same_gradients(other, found[0], atol=2e-6)
 
 
+@pytest.mark.parametrize("name", [KEEPS, REWRITES])
+def test_a_turn_is_credited_with_what_follows_it(name, pools, tmp_path):
+    """Members that have ended have a return of 0; std divides all turns by the deviation of the scores."""
+    rollout = rollout_of(name, tmp_path)
+    scores = Rewards([EnvScorer()], ("env",), torch.ones(1, dtype=torch.float64))(rollout)
+    plain = grpo.estimate_advantages(agent_args(advantage="mean", credit="turn"), rollout, scores).advantages
+    scaled = grpo.estimate_advantages(agent_args(credit="turn"), rollout, scores).advantages
+    last = rollout.select(rollout.ends())
+    facts = [columns["episode"] for columns in last.columns]
+    assert len({(*group, one["turns"]) for group, one in zip(last.group[:, None].tolist(), facts)}) > 2
+    for row in range(len(rollout)):
+        for t, turn in enumerate(rollout.turn[row].tolist()):
+            if rollout.action_mask[row, t]:
+                mates = [one for one, group in zip(facts, last.group.tolist()) if group == int(rollout.group[row])]
+                to_go = [one["score"] - sum(one["rewards"][:turn]) if turn < one["turns"] else 0 for one in mates]
+                own = rollout.columns[row]["episode"]
+                expected = own["score"] - sum(own["rewards"][:turn]) - sum(to_go) / 3
+                assert float(plain[row, t]) == pytest.approx(expected, abs=1e-5)
+                deviation = torch.tensor([one["score"] for one in mates]).std()
+                assert float(scaled[row, t]) == pytest.approx(expected / float(deviation + 1e-6), abs=1e-4)
+
+
 def test_equal_outcomes_change_nothing(pools, tmp_path, monkeypatch):
     monkeypatch.setattr(Game, "letters", lambda self: 0.0)
     assert [row["policy/grad_norm"] for row in metrics(trained(REWRITES, tmp_path))] == [0, 0]
@@ -276,8 +299,9 @@ def all_episodes(tokenizer) -> list[Episode]:
 
 
 @pytest.mark.parametrize("keeps", [True, False], ids=["one row", "a row a turn"])
+@pytest.mark.parametrize("credit", ["episode", "turn"])
 @pytest.mark.parametrize(("advantage", "share"), [("rloo", 1.0), ("mean", 0.5)])
-def test_the_expected_gradient_is_that_of_the_mean_reward(keeps, advantage, share):
+def test_the_expected_gradient_is_that_of_the_mean_reward(keeps, advantage, share, credit):
     """Over all pairs of all episodes, each as often as the policy plays it; `mean` has (K - 1) / K of it."""
     tokenizer = tiny_words(keeps)
     model = tiny_model("llama", vocab_size=len(WORDS), hidden_size=8, intermediate_size=8, num_attention_heads=2)
@@ -302,11 +326,11 @@ def test_the_expected_gradient_is_that_of_the_mean_reward(keeps, advantage, shar
 
     pairs = [(i, j) for i in range(len(episodes)) for j in range(len(episodes))]
     sizes = {"num_generations": 2, "micro_batch_size": 512, "mini_batch_size": 512, "rollout_size": 999}
-    args = agent_args(advantage=advantage, aggregation="sum", loss_type="reinforce", **sizes)
-    played, contexts = episode_batch([episodes[i] for pair in pairs for i in pair], 0)
+    args = agent_args(advantage=advantage, aggregation="sum", loss_type="reinforce", credit=credit, **sizes)
+    played, turn, contexts = episode_batch([episodes[i] for pair in pairs for i in pair], 0)
     cut = Completions([], [], [False] * len(played), 0.0)
     rollout = make_rollout(played, contexts, cut, tokenizer, None, 1.0, 64)
-    rollout = dataclasses.replace(rollout, group=played.episode // 2, num_groups=len(pairs))
+    rollout = dataclasses.replace(rollout, group=played.episode // 2, num_groups=len(pairs), turn=turn)
     scores = Rewards([EnvScorer()], ("env",), torch.ones(1, dtype=torch.float64))(rollout)
     batch = grpo.estimate_advantages(args, rollout, scores)
     weights = torch.stack([len(pairs) * (logprobs[i] + logprobs[j]).exp() for i, j in pairs]).detach()  # (G,)

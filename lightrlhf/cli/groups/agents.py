@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from lightrlhf.cli.fields import Args, at_least, flag, positive
 from lightrlhf.cli.lists import pairs
@@ -21,6 +21,7 @@ NOT_YET: dict[str, Any] = {
     "aggregation": "constant",
     "advantage": "none",
 }
+NOT_BY_TURN: dict[str, Any] = {"normalize_each_reward": True, "advantage": "maxrl"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +36,8 @@ class AgentArgs(Args):
     """Server of the Model Context Protocol whose tools the policy may call: its command, or its address."""
     env_options: list[str] = flag([], split=pairs, needs="env", show="rarely")
     """Arguments of the environment, one or several `name=value`."""
+    credit: Literal["episode", "turn"] = flag("episode", needs="env", excludes=NOT_BY_TURN, show="rarely")
+    """What a turn is credited with: the episode's score, or what follows the turn."""
     max_turns: int = at_least(1, 8, show="rarely")
     """Most turns of the policy in an episode; `max_new_tokens` limits each."""
     max_episode_tokens: int | None = at_least(1, None, show="rarely")
@@ -51,6 +54,10 @@ class AgentArgs(Args):
             raise ValueError(
                 f"--tools {' '.join(self.tools)} with --env {self.env}: an environment brings its own tools"
             )
+
+        own = getattr(self, "advantage", "")
+        if self.credit == "turn" and ":" in own:
+            raise ValueError(f"--credit turn excludes --advantage {own}; give rloo, mean, std or batch_std")
 
     @property
     def plays_episodes(self) -> bool:

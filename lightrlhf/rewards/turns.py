@@ -1,0 +1,53 @@
+"""Credit by turn: the actions of a turn are credited with the rewards that follow, not with those before it.
+
+The return of turn t of episode i is its score without what the environment gave for earlier turns. Its baseline is made
+of the returns of all members of the group from turn t on, 0 of those that have ended:
+
+    A_it = G_it - mean of G_jt over the others j        G_it = sum of r_is over s >= t
+
+which with `rloo` has the gradient of the mean reward (enumerated in tests/programs/test_agents.py). Rewards that are
+centred among those that reached the turn, and then summed, have the wrong sign on going on.
+
+Left out: a discount.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lightrlhf.data.batch import Rollout
+from lightrlhf.data.scores import Scores
+from lightrlhf.maths.groups import ADVANTAGES, group_advantages, group_moments
+from lightrlhf.maths.ops import SumOverRanks
+
+
+def advantages(
+    rollout: Rollout, scores: Scores, total: Tensor, name: str, num_turns: int, sum_over_ranks: SumOverRanks
+) -> Tensor:
+    """Advantages of a rollout of episodes by a name of `ADVANTAGES`: (B, T-1), at actions.
+
+    total: (B,) scores, NaN where missing; num_turns: at most, of an episode. A deviation is the whole scores', one a
+    group, so that turns keep their proportions.
+    """
+    assert rollout.turn is not None
+    sizes = rollout.group, rollout.num_groups, sum_over_ranks
+    whole = group_moments(rollout.once(total), *sizes)
+    columns = []
+    for values in returns_to_go(rollout, scores, total, num_turns).unbind(1):  # (B,)
+        moments = group_moments(rollout.once(values), *sizes)._replace(std=whole.std, batch_std=whole.batch_std)
+        columns.append(group_advantages(values, moments, ADVANTAGES[name]))
+    return torch.stack(columns, 1).gather(1, rollout.turn)
+
+
+def returns_to_go(rollout: Rollout, scores: Scores, total: Tensor, num_turns: int) -> Tensor:
+    """Scores without the environment's rewards before each turn, 0 of turns after the end: (B, num_turns)."""
+    weight = float(scores.weights[scores.names.index("env")])
+    returns = torch.zeros(len(rollout), num_turns)
+    for row, columns in enumerate(rollout.columns):
+        facts = columns["episode"]
+        earned = 0.0
+        for turn in range(facts["turns"]):
+            returns[row, turn] = total[row] - weight * earned
+            earned += facts["rewards"][turn] if turn < len(facts["rewards"]) else 0.0
+    return torch.where(total.isnan()[:, None], total[:, None], returns)
