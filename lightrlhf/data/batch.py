@@ -282,7 +282,7 @@ def dialogue_pair_batch(rows: Sequence[Row], pad_id: int) -> Batch:
 
 
 def masked_batch(ids: Sequence[Sequence[int]], masks: Sequence[Sequence[int]], pad_id: int) -> Batch:
-    """Right-padded rows with a mask each, 0 at the ids that are no actions."""
+    """Right-padded rows with a mask each, nonzero at actions."""
     return _collate(ids, [torch.tensor(mask[1:], dtype=torch.bool) for mask in masks], pad_id)
 
 

@@ -37,7 +37,7 @@ class AgentArgs(Args):
     env_options: list[str] = flag([], split=pairs, needs="env", show="rarely")
     """Arguments of the environment, one or several `name=value`."""
     credit: Literal["episode", "turn"] = flag("episode", needs="env", excludes=NOT_BY_TURN, show="rarely")
-    """What a turn is credited with: the episode's score, or what follows the turn."""
+    """Credit of a turn: the episode's score, or what follows the turn."""
     max_turns: int = at_least(1, 8, show="rarely")
     """Most turns of the policy in an episode; `max_new_tokens` limits each."""
     max_episode_tokens: int | None = at_least(1, None, show="rarely")
@@ -54,7 +54,6 @@ class AgentArgs(Args):
             raise ValueError(
                 f"--tools {' '.join(self.tools)} with --env {self.env}: an environment brings its own tools"
             )
-
         own = getattr(self, "advantage", "")
         if self.credit == "turn" and ":" in own:
             raise ValueError(f"--credit turn excludes --advantage {own}; give rloo, mean, std or batch_std")
