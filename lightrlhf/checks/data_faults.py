@@ -164,7 +164,7 @@ def mask_faults(
             continue
         elif start + 1 in headers.answers or (told is not None and start == told - 1 and not headers.answers):
             yield Found("mask one early", start)
-        elif not marks.tags and (start == answer + 1 if headers.answers else start - 1 == told):
+        elif not marks.tags and (0 <= answer == start - 1 if headers.answers else start - 1 == told):
             yield Found("mask one late", start)
         elif other >= answer and any(place > start for place in headers.answers):
             yield Found("user text trained", start)

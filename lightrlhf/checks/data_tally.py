@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 AROUND = 24  # tokens shown on each side of a fault
 SHOWN = 200  # tokens of a sample
+PAIRS = ("preference", "refuel")  # kinds of two texts
 OF_TEXTS = ("template", "texts", "rows")  # checks that need texts, not ids
 
 
@@ -53,10 +54,11 @@ class Tally:
         self.firsts: dict[str, First] = {}
         self.details: dict[str, Counter[str]] = {}  # the subject of a fault, such as the system message
         self.rows: Counter[str] = Counter()  # by kind
-        self.tokens = self.trained = self.answers = self.rendered = self.longest = 0
+        self.tokens = self.trained = self.answers = self.rendered = 0
+        self.longest: Counter[str] = Counter()  # length of the longest text, by kind
         self.splits: set[str] = set()
         self.samples: dict[str, First] = {}  # by kind
-        self._open: dict[int, tuple[int, First]] = {}  # rows without an end, by length
+        self._open: dict[tuple[str, int], tuple[int, First]] = {}  # texts without an end, by kind and length
         self._rows: set[int] = set()
         self._prompts: dict[int, str] = {}  # prompts and their split
         self._labels: dict[int, int] = {}  # what was rated, and how
@@ -90,7 +92,7 @@ class Tally:
         self.trained += int(text.trained.sum())
         self.answers += item.kind != "prompts"
         self.rendered += bool(headers.answers)
-        self.longest = max(self.longest, len(text.ids))
+        self.longest[item.kind] = max(self.longest[item.kind], len(text.ids))
         if item.kind not in self.samples:
             self.samples[item.kind] = self._first(item.source, text, 0, SHOWN)
         if self.limit is not None and len(text.ids) > self.limit and item.kind != "prompts":
@@ -103,8 +105,9 @@ class Tally:
             if found.fault == "user text trained" and self.trains_prompts:
                 continue
             if found.fault == OPEN:
-                number, first = self._open.get(len(text.ids)) or (0, self._first(item.source, text, found.place))
-                self._open[len(text.ids)] = number + 1, first
+                known = self._open.get((item.kind, len(text.ids)))
+                number, first = known or (0, self._first(item.source, text, found.place))
+                self._open[item.kind, len(text.ids)] = number + 1, first
             elif found.fault not in seen:
                 self.count(found.fault, self._first(item.source, text, found.place))
                 seen.add(found.fault)
@@ -176,17 +179,15 @@ class Tally:
 
     def _close(self) -> None:
         """Tell rows that were cut from rows whose end token is missing, by their lengths."""
-        number = sum(count for count, _ in self._open.values())
-        cut, first = self._open.get(self.longest, (0, First("")))
-        if len(self._open) > 1 and (number == self.answers or cut == 1):
-            cut = 0  # the longest has none either
-        for length, (count, own) in self._open.items():
-            if length < self.longest or not cut:
-                self.firsts.setdefault("end token missing", own)
-                self.counts["end token missing"] += count
-        if cut:
-            self.firsts.setdefault("answers cut", first)
-            self.counts["answers cut"] += cut
+        for kind, longest in self.longest.items():
+            found = {length: one for (own, length), one in self._open.items() if own == kind}
+            cut, _ = found.get(longest, (0, None))
+            has_others = sum(count for count, _ in found.values()) < self.rows[kind] * (1 + (kind in PAIRS))
+            is_cut = cut > 1 and has_others or len(found) == 1  # else the longest misses its end as the others do
+            for length, (count, first) in found.items():
+                fault = "answers cut" if is_cut and length == longest else "end token missing"
+                self.firsts.setdefault(fault, first)
+                self.counts[fault] += count
         self._open = {}
 
     def _lacking(self, check: str) -> str:
@@ -208,7 +209,7 @@ class Tally:
         if check == "splits" and len(self.splits) < 2:
             return "needs two splits"
         if check == "lengths" and self.texts and self.limit is None:
-            return f"needs --max_length: the longest row has {self.longest:,} tokens"
+            return f"needs --max_length: the longest row has {max(self.longest.values()):,} tokens"
         return ""
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import re
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -46,9 +47,9 @@ class Marks(NamedTuple):
 
 
 class Headers(NamedTuple):
-    """Where the headers of a row end, as numbers of tokens before them; those that end within a token are left out."""
+    """Where the headers of a row end, as numbers of tokens before that."""
 
-    answers: Sequence[int]
+    answers: Sequence[int]  # but for those that end within a token
     others: Sequence[int]
 
 
@@ -166,14 +167,15 @@ def entries_of(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[s
 def headers_in(entries: Sequence[str], marks: Marks) -> Headers:
     """Where the headers of a row end. entries: of its ids."""
     text = "".join(entries)
-    token_of = {place: number for number, place in enumerate(accumulate(map(len, entries), initial=0))}
+    places = [*accumulate(map(len, entries), initial=0)]  # of the begin of each token, and of the end
+    number_of = {place: number for number, place in enumerate(places)}
 
     def ends(header: str) -> list[int]:
-        found = (match.end() for match in re.finditer(re.escape(header), text))
-        return [token_of[place] for place in found if place in token_of]
+        return [match.end() for match in re.finditer(re.escape(header), text)] if header else []
 
-    answers = ends(marks.answer) if marks.answer else []
-    return Headers(answers, sorted(place for header in marks.others for place in ends(header)))
+    answers = [number_of[place] for place in ends(marks.answer) if place in number_of]
+    others = sorted(place for header in marks.others for place in ends(header))
+    return Headers(answers, [bisect_right(places, place) - 1 for place in others])
 
 
 def is_blank(entries: Iterable[str]) -> bool:

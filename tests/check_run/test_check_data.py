@@ -45,10 +45,10 @@ def as_rows(tokenizer) -> list[dict]:
     return made
 
 
-def as_pairs(tokenizer) -> list[dict]:
+def as_pairs(tokenizer, pairs=PAIRS) -> list[dict]:
     """The pairs as ids, with their prompt apart."""
     made = []
-    for example in every(collected(map(to_row, PAIRS), tokenizer, **WHOLE)[0], "preference"):
+    for example in every(collected(map(to_row, pairs), tokenizer, **WHOLE)[0], "preference"):
         chosen, rejected = (ids.tolist() for ids in example.ids)
         start = example.prompt_len
         sides = {"chosen_input_ids": chosen[start:], "rejected_input_ids": rejected[start:]}
@@ -288,6 +288,19 @@ def test_faults_of_split_files_are_named_that_a_trainer_refuses(tmp_path):
     torch.save(pairs, tmp_path / "preference_train.pt")
     torch.save([*rows, {"input_ids": [1]}], tmp_path / "finetune_train.pt")
     assert faults([str(tmp_path)]) == ["user text trained", "prompts of a pair differ", "rows refused"]
+
+
+def test_rows_cut_at_the_limit_of_their_kind_are_told_from_rows_without_an_end(tmp_path):
+    tokenizer = llama3_like()
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    cut_rows = [{"prompt_len": 40, **cut(row, end=92)} for row in as_rows(tokenizer)]
+    cut_rows[0]["labels"][-1] = cut_rows[0]["input_ids"][-1] = tokenizer.eos_token_id
+    rows = [{"prompt_len": 40, "input_ids": row["input_ids"], "targets": row["labels"]} for row in cut_rows]
+    torch.save(rows, tmp_path / "finetune_train.pt")
+    longer = as_pairs(tokenizer, [pair | {"prompt": asked("this " * 40)} for pair in PAIRS[:2]])
+    prompts = [{"prompt_len": len(p["prompt_input_ids"]), "input_ids": p["prompt_input_ids"]} for p in longer[:1]]
+    torch.save([one | {"columns": {}} for one in prompts], tmp_path / "prompts_train.pt")
+    assert faults([str(tmp_path)]) == ["answers cut"]
 
 
 def test_faults_that_the_preparation_was_asked_for_are_no_alarm(tmp_path):

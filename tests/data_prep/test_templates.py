@@ -14,6 +14,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from helpers.data import arguments, write_lines
 from helpers.flat import stored_rows
@@ -34,6 +35,9 @@ from jinja2 import TemplateError
 
 from datasets_prep.common import prepare
 from datasets_prep.generic.prepare_data import main as generic
+from lightrlhf.checks.data_rows import Item, of_prepared
+from lightrlhf.checks.data_tally import Tally
+from lightrlhf.checks.template_marks import marks_of
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.data.splits import IGNORE_INDEX
 from lightrlhf.data.tokens import encode_prompt, encode_response
@@ -306,6 +310,27 @@ def shown(kind: Kind, case: Case, written: Prepared, number: int, hits: dict[int
     expected = [[text_of(kind, turn.prompt), turn.text] if turn else "impossible" for turn in case.turns.values()]
     lines = [f"case {number}: {case.messages}", f"expected {expected}", f"rows that train each: {hits}"]
     return "\n  ".join([*lines, f"refused {written.refused[number]}", *texts])
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_check_data_finds_no_fault_in_them_and_a_mask_that_is_one_early(name, dialogues):
+    tokenizer = ZOO[name].tokenizer
+    _, written = dialogues(name)
+    stored = [(stage, row) for stage, own in written.rows.items() for rows in own.values() for row in rows]
+    items = [of_prepared(row, stage, "row", "train") for stage, row in stored]
+    assert found_in(tokenizer, items) == []
+    finetune = [item for item in items if item.kind == "finetune" and not item.texts[0].trained[0]]
+    early = [text._replace(trained=np.append(text.trained[1:], False)) for item in finetune for text in item.texts]
+    faults = found_in(tokenizer, [item._replace(texts=(text,)) for item, text in zip(finetune, early)])
+    assert {"mask one early", "end token untrained"} & {*faults}  # where a header has a part that may carry loss
+
+
+def found_in(tokenizer: Any, items: list[Item]) -> list[str]:
+    """The faults that are named, but for equal rows, of which the dialogues have some."""
+    tally = Tally(tokenizer, marks_of(tokenizer, None), asked_for={"remove_same_inputs": False})
+    for item in items:
+        tally.add(item)
+    return [verdict.fault for verdict in tally.verdicts() if verdict.says == "wrong"]
 
 
 @pytest.mark.parametrize("name", ["qwen_thinking", "llama31_tools", "gemma3", "stripping"])
