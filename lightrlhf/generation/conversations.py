@@ -207,9 +207,9 @@ class Conversation:
 
 def pieces(one: str, other: str) -> Iterator[tuple[str, str]]:
     """Two texts in pairs of pieces, equal ones where they agree in words."""
-    words = [re.findall(r"(?s)\w+|.", text) for text in (one, other)]
-    for _, *ends in SequenceMatcher(None, *words).get_opcodes():
-        yield "".join(words[0][ends[0] : ends[1]]), "".join(words[1][ends[2] : ends[3]])
+    ours, theirs = (re.findall(r"(?s)\w+|.", text) for text in (one, other))
+    for _, start, end, first, last in SequenceMatcher(None, ours, theirs).get_opcodes():
+        yield "".join(ours[start:end]), "".join(theirs[first:last])
 
 
 def plain(message: Message) -> Message:
