@@ -7,8 +7,8 @@ ours, whose rollouts, first metrics and checkpoints are read; `lightrlhf.checks.
 arrays alone: which tokens the loss counts, responses of a group that are one text, log-probabilities that cannot be,
 the ratio at the first pass, rewards to advantages, the KL term, and the loss of PPO, GRPO, DPO and SFT, each token's
 weight included. Where numbers do not fit the formula that the settings name, the known formula or fault that fits them
-is named. Tolerances are the rounding of the numbers, never a tuned threshold. Exits with status 1 when a check is
-wrong.
+is named. `--follow True` looks at the curves instead: equal groups, truncation, KL, reward against audit. Tolerances
+are the rounding of the numbers, never a tuned threshold. Exits with status 1 when a check is wrong.
 
 Left out: log-probabilities recomputed with the weights, gradients and optimiser states, text against a chat template
 (`lightrlhf check_data`), and dumps of verl, prime-rl and OpenEnv. A loss of one's own is only said to differ.
@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from lightrlhf.checks.advantages import check_advantages
+from lightrlhf.checks.curves import diagnose, read_curves
 from lightrlhf.checks.logprobs import check_kl, check_logprobs, check_ratio
 from lightrlhf.checks.losses import check_loss, check_pairs
 from lightrlhf.checks.masks import check_mask, check_members
@@ -51,6 +52,8 @@ class CheckRunArgs(Args):
 
     run: str = flag(positional=True)
     """A step (.npz, or a folder with rows.jsonl), a folder of steps, or an experiment dir."""
+    follow: bool = False
+    """Diagnose the curves so far (metrics.jsonl, or trainer_state.json), not the steps."""
     output_file: str | None = flag(None, check=check_output)
     """JSON file for the results."""
 
@@ -58,7 +61,9 @@ class CheckRunArgs(Args):
 def run(args: CheckRunArgs) -> list[Verdict]:
     """Check a run; returns a verdict for each check. Raises: UsageError when it cannot be read."""
     check_args(args, CheckRunArgs)
-    if is_experiment_dir(args.run):
+    if args.follow:
+        verdicts = diagnose(read_curves(args.run))
+    elif is_experiment_dir(args.run):
         verdicts = [*check_steps(read_run(args.run)), *check_run_files(args.run)]
     else:
         verdicts = check_steps(read_steps(args.run))
