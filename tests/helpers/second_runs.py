@@ -6,9 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from helpers import run_program
+import torch
+
+from helpers import run_program, tiny_policy
 from helpers.processes import PATIENCE
 from helpers.tiny_runs import experiment_of
+from lightrlhf.models.offload import offload, on_device
 
 THERE = ["--accelerator", "second"]
 FIXED = ["--disable_dropout", "True"]  # dropout of the device draws other numbers
@@ -24,6 +27,15 @@ def there(calls: Calls, **job: object) -> dict[str, dict]:
     problems = [f"{name}: {one['problem']}" for name, one in found.items() if one["problem"]]
     assert not problems or "fault" in job, "\n".join(problems)
     return found
+
+
+def offload_from_device(_: object) -> None:
+    """Offload a model that is on the device, as a given one may be."""
+    policy, device = tiny_policy("llama").requires_grad_(False).to("second:0"), torch.device("second:0")
+    offload(policy, device)
+    assert {p.device.type for p in policy.parameters()} == {"cpu"}
+    with on_device(policy):
+        assert {p.device for p in policy.parameters()} == {device}
 
 
 def figures(log_dir: Path) -> list[dict[str, float]]:

@@ -22,15 +22,18 @@ LENGTH = "--reward_function=helpers.rewards:length"
 
 def test_parameters_are_on_the_device_within_the_context_alone():
     policy = tiny_policy("llama", tie_word_embeddings=True).requires_grad_(False)
-    names = {name for name, _ in policy.named_parameters()}
+    names = policy.state_dict().keys()
     offload(policy, META)
     head, embedding = policy.model.get_output_embeddings(), policy.model.get_input_embeddings()
     for _ in range(2):
-        with on_device(nn.ModuleList([policy])), on_device(policy):
+        with on_device(nn.ModuleList([policy])):
+            with on_device(policy):
+                fetched = policy.model.get_output_embeddings().weight
+            assert head.weight is fetched  # the inner context neither fetches nor releases
             assert {p.device for p in policy.parameters()} == {META} and head.weight is embedding.weight
             assert not any(p.requires_grad for p in policy.parameters())
         assert {p.device.type for p in policy.parameters()} == {"cpu"} and head.weight is embedding.weight
-    assert {name for name, _ in policy.named_parameters()} == names
+    assert policy.state_dict().keys() == names
     assert {buffer.device for buffer in policy.buffers()} == {META}
 
 

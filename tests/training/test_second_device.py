@@ -189,6 +189,10 @@ def test_offloaded_models_are_on_the_device_for_their_passes_alone(names, runs, 
         assert figures(tmp_path / "True" / name) == figures(tmp_path / "False" / name)
 
 
+def test_a_model_on_the_device_is_offloaded_from_it():
+    there({"offload": ("helpers.second_runs:offload_from_device", [])})
+
+
 @pytest.mark.slow
 def test_programs_that_iterate_run(runs, tmp_path):
     there({name: (f"lightrlhf.{name}", runs.flags(name, tmp_path / name, *THERE)) for name in ITERATED})
