@@ -117,10 +117,10 @@ class EnvPool:
 
     def _dispatch(self) -> None:
         """Send waiting requests to the processes that are free for them, and start processes for new episodes."""
-        for worker in [worker for worker in self.workers if worker.episode is None and worker.has_ended()]:
-            if worker.request is None:  # between two episodes, which neither is to blame for
-                self._forget(worker)
-        remaining = deque()
+        for idle in [one for one in self.workers if one.episode is None and one.request is None]:
+            if idle.has_ended():  # between two episodes, which neither is to blame for
+                self._forget(idle)
+        remaining: deque[tuple[int, tuple[Any, ...]]] = deque()
         resets = 0
         for episode, request in self.waiting:
             worker = self.playing.get(episode)

@@ -31,8 +31,10 @@ class Answer:
 class EpisodeEnv(Protocol):
     """An environment, as the worker processes call it. All but the results of tools raises for a fault."""
 
-    tools: list[Json] | None
-    """JSON schemas for the chat template; None: the environment reads texts, and no calls."""
+    @property
+    def tools(self) -> list[Json] | None:
+        """JSON schemas for the chat template; None: the environment reads texts, and no calls."""
+
     gives_reward: bool
     """Whether `step` or `finish` give a reward; a run without one needs reward functions."""
     is_stateless: bool
