@@ -8,6 +8,7 @@ import torch
 from helpers import rows_of
 from helpers.errors import error_naming
 from helpers.rollouts import EOS, rollout_of
+from torch import nn
 
 from lightrlhf.cli.errors import NotFinite, RunFailure
 from lightrlhf.data.batch import joined, row_numbers
@@ -46,7 +47,7 @@ class Sampled:
 
     def sampler(self, **given) -> RolloutSampler:
         start = SimpleNamespace(tokenizer=None, policy=None, rows=PROMPTS)
-        return RolloutSampler(self, None, "reference", start, **given)
+        return RolloutSampler(self, None, SimpleNamespace(model=nn.Linear(1, 1)), start, **given)
 
 
 def numbers(rows: list[list[int]]) -> list[int]:
