@@ -144,8 +144,8 @@ def policy_totals(step: Step) -> tuple[str, Total, dict[str, Total]]:
         in_loss,
         KLS.get(str(config.get("kl_estimator"))),
     )
-    ways = clip_faults(way) | kl_faults(way, kl_coeff or 0.04) | weight_faults(step, way)
-    ways["sign of advantages"] = way._replace(advantages=-way.advantages)
+    ways = {"sign of advantages": way._replace(advantages=-way.advantages)}
+    ways |= clip_faults(way) | kl_faults(way, kl_coeff or 0.04) | weight_faults(step, way)
     if "group" in step or len(mask) > 1:
         ways["advantages of other rows"] = way._replace(advantages=way.advantages.roll(1, 0))
     ways["mask one late"] = way._replace(weights=way.weights.roll(1, 1), mask=mask.roll(1, 1))

@@ -91,7 +91,7 @@ def write_step(path: Path, inputs: Mapping[str, Any], config: dict[str, Any], mo
     """Write tensors of TRL's inputs, and others, as a step."""
     given = {name: inputs[name] for name in COPIED if inputs.get(name) is not None} | dict(more)
     mask, tools = inputs["completion_mask"], inputs.get("tool_mask")
-    given |= {"response_mask": mask, "loss_mask": mask if tools is None else mask * tools}
+    given["loss_mask"] = mask if tools is None else mask * tools
     if any(one.dtype in (torch.bfloat16, torch.float16) for one in given.values()):
         config = config | {"digits": HALF_DIGITS}
     arrays = {name: value.detach().cpu() for name, value in given.items()}

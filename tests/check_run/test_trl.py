@@ -34,12 +34,13 @@ class FakeTrainer:
 
     def _generate_and_score_completions(self):
         self._calculate_rewards()
+        late = torch.arange(RESPONSE) > 0 if self.fault == "mask one late" else 1
         ids, advantages = torch.from_numpy(self.arrays["input_ids"]), torch.from_numpy(self.arrays["advantages"])
         return {
             "prompt_ids": ids[:, :PROMPT],
             "prompt_mask": torch.ones_like(ids[:, :PROMPT]),
             "completion_ids": ids[:, PROMPT:],
-            "completion_mask": self.tensor("loss_mask").long(),
+            "completion_mask": self.tensor("loss_mask").long() * late,
             "old_per_token_logps": self.tensor("old_logprobs"),
             "ref_per_token_logps": self.tensor("ref_logprobs"),
             "advantages": advantages.roll(4) if self.fault == "rows misaligned" else advantages,
@@ -61,7 +62,14 @@ class FakeTrainer:
         return ((losses * mask).sum(1) / mask.sum(1)).mean() / passes
 
 
-FAULTS = ("", "rows misaligned", "upper range is the lower", "not divided by the passes", "aggregation token")
+FAULTS = (
+    "",
+    "rows misaligned",
+    "upper range is the lower",
+    "not divided by the passes",
+    "aggregation token",
+    "mask one late",
+)
 
 
 @pytest.mark.parametrize("fault", FAULTS)

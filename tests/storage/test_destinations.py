@@ -78,6 +78,7 @@ WRITERS = {
         "--output_file",
         ["--data_dir", "{data}", "--reward_function", "helpers.rewards:length"],
     ),
+    "lightrlhf.check_run": ("--output_file", ["{run}"]),
     "lightrlhf.export": ("--destination_dir", ["{run}", "--to", "merged"]),
     "lightrlhf.evaluate": ("--harness_dir", ["--model_name", "{run}", "--harness", "lm_eval"]),
     "lightrlhf.sweep": ("--output_dir", ["{sweep}"]),
