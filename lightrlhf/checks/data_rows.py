@@ -61,13 +61,11 @@ def _is_ids(value: Any) -> bool:
 
 def of_tokenised(raw: Mapping[str, Any], source: str, split: str) -> Iterator[Item]:
     """The rows of a row of ids as TRL has them; several where it was packed."""
-    prompt = next((_array(raw[name]) for name in PROMPTS if raw.get(name) is not None), None)
-    sides = [next((_array(raw[name]) for name in _names(side) if raw.get(name) is not None), None)
-             for side in ("chosen", "rejected")]  # fmt: skip
-    answer = next((_array(raw[name]) for name in ANSWERS if raw.get(name) is not None), None)
-    if sides[0] is not None and sides[1] is not None:
-        whole = [Text.of_spans(side, [(0, len(side))]) for side in sides]
-        texts = whole if prompt is None else [_joined(prompt, side) for side in sides]
+    prompt, answer = _first(raw, PROMPTS), _first(raw, ANSWERS)
+    chosen, rejected = (_first(raw, [form.format(side) for form in SIDES]) for side in ("chosen", "rejected"))
+    if chosen is not None and rejected is not None:
+        whole = [Text.of_spans(side, [(0, len(side))]) for side in (chosen, rejected)]
+        texts = whole if prompt is None else [_joined(prompt, side) for side in (chosen, rejected)]
         yield Item("preference", tuple(texts), source, split)
     elif answer is not None and prompt is not None:
         label = raw.get("label")
@@ -79,8 +77,9 @@ def of_tokenised(raw: Mapping[str, Any], source: str, split: str) -> Iterator[It
         yield Item("prompts", (Text.of_spans(prompt, [], len(prompt)),), source, split)
 
 
-def _names(side: str) -> list[str]:
-    return [form.format(side) for form in SIDES]
+def _first(raw: Mapping[str, Any], names: Iterable[str]) -> np.ndarray | None:
+    """The first of these columns that a row has."""
+    return next((_array(raw[name]) for name in names if raw.get(name) is not None), None)
 
 
 def _array(values: Any) -> np.ndarray:
@@ -97,7 +96,8 @@ def _joined(prompt: np.ndarray, answer: np.ndarray) -> Text:
 
 def _of_row(raw: Mapping[str, Any], source: str, split: str) -> Iterator[Item]:
     """The documents of a row of `input_ids`."""
-    ids, faults = _array(raw["input_ids"]), []
+    ids = _array(raw["input_ids"])
+    faults: list[str] = []
     trained = np.ones(len(ids), bool)
     if raw.get("labels") is not None:
         trained, faults = _by_labels(ids, raw["labels"])

@@ -78,8 +78,8 @@ class Tally:
         headers = [headers_in(one, self.marks) for one in entries]
         if item.kind == "preference" and texts[0].prompt_len is None:
             item = with_prompt(item, headers)
-        for text, own, found in zip(item.texts, entries, headers):
-            self._add_text(item, text, own, found)
+        for text, own, around in zip(item.texts, entries, headers):
+            self._add_text(item, text, own, around)
         for fault in item.faults:
             self.count(fault, self._first(item.source, item.texts[0], 0))
         if item.kind == "preference":
