@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
+from helpers.errors import error_naming
 from helpers.steps import EOS, GROUPS, PROMPT, RESPONSE, SIZE, float32, pair_step, policy_step, sft_step, with_pair_loss
 
 from lightrlhf import check_run
@@ -354,12 +355,12 @@ def test_arrays_of_completions_alone_and_other_names_are_read():
 
 
 def test_wrong_files_are_refused_with_their_field(tmp_path):
-    with pytest.raises(UsageError, match="advantage_s; did you mean advantages"):
+    with error_naming(UsageError, "advantage_s", "advantages"):
         Step({"advantage_s": np.zeros(3)}, {})
-    with pytest.raises(UsageError, match="as many rows"):
+    with error_naming(UsageError, "rewards", "group"):
         Step({"rewards": np.zeros(3), "group": np.zeros(4)}, {})
     np.savez(tmp_path / "objects.npz", rewards=np.array([{}, []], dtype=object))
-    with pytest.raises(UsageError, match="cannot be read as arrays"):
+    with error_naming(UsageError, "objects.npz"):
         check_run.read_steps(str(tmp_path / "objects.npz"))
-    with pytest.raises(UsageError, match="has no step"):
+    with error_naming(UsageError, tmp_path / "nothing"):
         check_run.read_steps(str(tmp_path / "nothing"))

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from helpers.errors import error_naming
 from helpers.steps import EOS, PROMPT, RESPONSE, SIZE, policy_step
 
 from lightrlhf.check_run import check_steps
@@ -88,5 +89,5 @@ def test_generations_and_passes_are_recorded(tmp_path, fault):
 
 
 def test_another_trainer_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="SimpleNamespace is not a GRPOTrainer"):
+    with error_naming(ValueError, "SimpleNamespace", "GRPOTrainer"):
         record(SimpleNamespace(), tmp_path)
