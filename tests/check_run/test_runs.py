@@ -11,6 +11,7 @@ from helpers.tiny_runs import TinyRuns
 from safetensors.torch import load_file, save_file
 
 from lightrlhf import check_run
+from lightrlhf.programs import TRAINING
 
 PROGRAMS = ("sft", "dpo", "ppo", "grpo")
 MEANT = {"sft": {"weights"}, "dpo": {"start", "weights"}, "ppo": {"mask", "start", "weights"}}
@@ -26,6 +27,9 @@ def runs(tmp_path_factory, cafe_data, talk_data, tokenizer):
     return {name: Path(main_of(name)(flags_of[name])) for name in PROGRAMS}
 
 
+OTHERS = [name for name in TRAINING if name not in PROGRAMS]
+
+
 def verdicts_of(folder):
     return check_run.run(check_run.CheckRunArgs(run=str(folder)))
 
@@ -35,6 +39,13 @@ def test_a_run_of_a_program_has_no_fault(runs, program):
     says = {one.name: one.says for one in verdicts_of(runs[program])}
     assert "wrong" not in says.values()
     assert {name for name, one in says.items() if one == "right"} == MEANT[program]
+
+
+def test_no_run_of_another_program_has_a_fault(tmp_path, cafe_data, talk_data, tokenizer):
+    made = TinyRuns(tmp_path, cafe_data, talk_data, tokenizer)
+    for name in OTHERS:
+        says = {one.name: one.says for one in verdicts_of(main_of(name)(made.flags(name, tmp_path / name)))}
+        assert "wrong" not in says.values() and says["weights"] == "right", name
 
 
 def without_end(row):
