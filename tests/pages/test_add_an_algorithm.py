@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow
 PAGE = (ROOT / "howto" / "design.md").read_text(encoding="utf-8")
 FILES = ["lightrlhf/reinforce.py", "tests/programs/test_reinforce.py", "howto/algorithms/reinforce.md"]
 TABLE = "lightrlhf/programs.py"
-BLOCK = re.compile(r"`([\w/]+/\w+\.\w+)`[^`]*\n\n(````?)\w+\n(.*?)^\2$", re.MULTILINE | re.DOTALL)
+LINE = re.compile(r'^Program\("reinforce".*\)$', re.MULTILINE)
 TESTS = [  # of the program, of limits, imports and lists, and those of all programs that concern it
     "tests/programs/test_reinforce.py",
     "tests/test_limits.py",
@@ -40,12 +40,12 @@ def followed(tmp_path_factory):
     for name in subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(ROOT / name, folder / name)
-    shown = {name: text for name, _, text in BLOCK.findall(PAGE)}
-    assert [*shown] == [*FILES, TABLE], "the page names other places"
-    for name in FILES:
-        (folder / name).write_text(shown[name], encoding="utf-8")
+    copies = dict(re.findall(r"^cp (\S+) (\S+)$", PAGE, re.MULTILINE))
+    assert [f"{to}{Path(name).name}" for name, to in copies.items()] == FILES, "the page names other places"
+    for name, to in copies.items():
+        shutil.copy2(folder / name, folder / to)
     table = (folder / TABLE).read_text(encoding="utf-8")
-    line = f"    {shown[TABLE].strip()},\n"
+    line = f"    {LINE.search(PAGE)[0]},\n"
     (folder / TABLE).write_text(table.replace("\n)\nTRAINING", f"\n{line})\nTRAINING", 1), encoding="utf-8")
     call(folder, "howto/lists.py")  # make lists
     return folder
