@@ -34,7 +34,7 @@ def test_every_stage_has_its_columns():
 
 def test_the_named_files_exist():
     names = re.findall(r"`((?:tests|lightrlhf)/\S+\.py)`", PAGE)
-    assert len(names) > 10 and not [name for name in names if not (ROOT / name).is_file()]
+    assert len(names) > 5 and not [name for name in names if not (ROOT / name).is_file()]
 
 
 def test_the_header_of_every_program_says_what_is_left_out():
