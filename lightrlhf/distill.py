@@ -91,9 +91,9 @@ class DistillArgs(
                     f"own responses; leave it at 1, or use --{name} {words}"
                 )
         is_held_fixed = self.objective == "position" and self.estimator != "k1"
-        for name, value in (("sampling_correction", "token_mask"), ("sampling_bound", self.sampling_bound)):
+        for name, useless in (("sampling_correction", "token_mask"), ("sampling_bound", self.sampling_bound)):
             given, usual = getattr(self, name), vars(flags.RolloutServerArgs)[name]
-            if is_held_fixed and self.sampling_correction.startswith("token") and given == value != usual:
+            if is_held_fixed and self.sampling_correction.startswith("token") and given == useless != usual:
                 raise ValueError(
                     f"--{name} {given}: a divergence at a position does not depend on its token, so that weights of "
                     "tokens change nothing; give --sampling_correction sequence_mask, or --objective sequence"

@@ -91,8 +91,8 @@ def faults_of(step: Step, kind: str, found: Tensor, scores: Tensor, group: Tenso
     faults["mean of the batch, std of the group"] = Formula(centre / deviation, right.error.max() + EPS / deviation)
     faults["groups of consecutive rows"] = of(rows // size)
     faults["groups interleaved"] = of(rows % max(len(scores) // size, 1))
-    for other in (n for n in range(2, len(scores)) if len(scores) % n == 0 and n != size):
-        faults[f"groups of {other} rows"] = of(rows // other)
+    for number in (n for n in range(2, len(scores)) if len(scores) % n == 0 and n != size):
+        faults[f"groups of {number} rows"] = of(rows // number)
     if "micro_batch" in step:
         passes = step.whole("micro_batch")
         faults["groups cut by batches"] = of(group * (passes.max() + 1) + passes)

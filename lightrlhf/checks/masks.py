@@ -24,7 +24,7 @@ def check_mask(step: Step) -> Verdict:
     if not bool(trained.any()):
         return Verdict("mask", WRONG, "nothing is trained", f"none of {trained.numel()} tokens", (), "loss_mask")
     padding = trained & ~attended
-    found = [("padding trained", padding, ("a mask made before padding", "labels of padding not -100"))]
+    found: list[Fault] = [("padding trained", padding, ("a mask made before padding", "labels of padding not -100"))]
     if "response_mask" in step or "prompt_len" in step:
         found = _borders(trained, step.responses(), attended) + found
     if step.config.get("eos_token_id") is not None:
@@ -64,7 +64,9 @@ def _ends(step: Step, trained: Tensor, attended: Tensor) -> list[Fault]:
     one_turn = (trained & ~_after(trained)).sum(1) <= 1  # (B,)
     ended = (is_end & trained).long()  # (B, T)
     after = trained & one_turn[:, None] & (ended.cumsum(1) - ended > 0)
-    found = [("tokens after the end trained", after, ("end tokens of padding counted", "a doubled end token"))]
+    found: list[Fault] = [
+        ("tokens after the end trained", after, ("end tokens of padding counted", "a doubled end token"))
+    ]
     untrained = is_end & _after(trained) & ~trained & attended & (not bool(ended.any()))
     found.append(("end token not trained", untrained, ("padding is the end token", "ids != pad as the mask")))
     lengths = trained.sum(1)

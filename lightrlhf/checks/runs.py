@@ -151,8 +151,8 @@ def check_weights(directory: str) -> Verdict:
     evidence = f"{count - same} of {count} tensors differ between {folders[0].name} and {folders[-1].name}"
     if same < count or not _learns(directory):
         return Verdict("weights", RIGHT, evidence=evidence)
-    causes = ("all parameters frozen", "the optimiser has others than the model", "gradients of 0")
-    return Verdict("weights", WRONG, "weights did not change", evidence, causes, "--finetune_mode")
+    why = ("all parameters frozen", "the optimiser has others than the model", "gradients of 0")
+    return Verdict("weights", WRONG, "weights did not change", evidence, why, "--finetune_mode")
 
 
 def _learns(directory: str) -> bool:

@@ -114,9 +114,9 @@ class Step:
             _join(self.arrays)
         wide = [one.shape[1] for key, one in self.arrays.items() if key not in ("rewards", *PARTS) and one.ndim == 2]
         self.width = self.arrays["input_ids"].shape[1] if "input_ids" in self.arrays else max(wide, default=0)
-        for key, value in self.arrays.items():
-            if value.ndim == 2 and key not in ("rewards", *PARTS):
-                self.arrays[key] = self._at_the_end(key, value)
+        for key, one in self.arrays.items():
+            if one.ndim == 2 and key not in ("rewards", *PARTS):
+                self.arrays[key] = self._at_the_end(key, one)
         sizes = {key: len(one) for key, one in self.arrays.items() if one.ndim}
         if len(set(sizes.values())) > 1:
             raise UsageError(f"{name}: arrays must have as many rows as each other, not {sizes}")
@@ -261,7 +261,8 @@ def from_rows(rows: list[dict[str, Any]], other: Mapping[str, Any], name: str) -
     """A step of rows of lists and numbers; within a row a shorter list belongs to its last tokens."""
     names = dict.fromkeys(key for row in rows for key in row)
     lengths = [max((len(value) for value in row.values() if isinstance(value, list)), default=0) for row in rows]
-    width, arrays = max(lengths, default=0), {}
+    width = max(lengths, default=0)
+    arrays: dict[str, Any] = {}
     for key in names:
         values = [row.get(key) for row in rows]
         if key == "rewards" or not any(isinstance(value, list) for value in values):

@@ -30,8 +30,10 @@ LOSSES = {  # loss_type of TRL: ours, and its aggregation
 }
 OF_STEP = ("cispo", "dapo")  # whose tokens are divided by the tokens of the step
 SCALES = {"group": "std", "batch": "batch_std", "none": "mean", "True": "std", "False": "mean"}
-COPIED = ("prompt_ids", "prompt_mask", "completion_ids", "old_per_token_logps", "ref_per_token_logps")
-COPIED += ("sampling_per_token_logps", "advantages")
+COPIED = (
+    *("prompt_ids", "prompt_mask", "completion_ids", "advantages"),
+    *("old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps"),
+)
 HALF_DIGITS = 3  # of bfloat16 and float16
 
 
