@@ -56,7 +56,7 @@ def sign(row):
     row["advantages"] = [-value for value in row["advantages"]]
 
 
-@pytest.mark.parametrize("fault, change", [("sign", sign), ("end token missing", without_end)], ids=str)
+@pytest.mark.parametrize("fault, change", [("sign", sign), ("end token missing", without_end)])
 def test_a_fault_of_rollouts_is_named(runs, tmp_path, fault, change):
     edit(runs["grpo"], tmp_path / "run", "rollouts.jsonl", change)
     faults = {one.fault for one in verdicts_of(tmp_path / "run") if one.says == "wrong"}
