@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -147,7 +148,7 @@ class Job:
         self.is_cancelled = True
 
     def advance(self) -> bool:
-        """Take a turn; returns whether there are more."""
+        """Take a turn; returns whether there are more. A future that was cancelled gets no result."""
         self.has_begun = True
         try:
             if not self.is_cancelled:
@@ -156,7 +157,9 @@ class Job:
             self.turns.close()
             self.future.cancel()
         except StopIteration as end:
-            self.future.set_result(end.value)
+            with suppress(InvalidStateError):
+                self.future.set_result(end.value)
         except BaseException as problem:
-            self.future.set_exception(problem)
+            with suppress(InvalidStateError):
+                self.future.set_exception(problem)
         return False

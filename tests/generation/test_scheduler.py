@@ -244,6 +244,21 @@ def test_a_cancelled_job_ends_before_its_next_turn(policy):
     assert taken == [0, 1, 2] and job.future.cancelled()
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_job_whose_future_is_cancelled_in_its_last_turn_fails_nothing_else(policy, fails):
+    def turns():
+        yield
+        job.future.cancel()  # as a client does that goes away meanwhile
+        if fails:
+            raise UsageError("no result")
+
+    with turns_by_hand(Scheduler(None, 4, 2**22)) as scheduler:
+        _, client = submit(scheduler, policy, asks([5, 6], torch.rand(1, 5), allowed=[5, 6]))
+        job = scheduler.run(Job(turns()))
+        finish(scheduler)
+    assert job.future.cancelled() and len(client.ids()) == 5 and client.problem is None
+
+
 def test_requests_from_many_threads_are_answered(policy):
     scheduler, done = Scheduler(None, 8, 2**22), threading.Semaphore(0)
     clients = [Client(number) for number in range(24)]
