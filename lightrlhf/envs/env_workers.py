@@ -97,6 +97,10 @@ class EnvPool:
         """End an episode and free its process; its result is the outcome's reward, or None."""
         self._submit(episode, ("finish", stop_reason))
 
+    def drop(self, episode: int) -> None:
+        """End an episode whose policy's side failed, with its process; there is no result."""
+        self._forget(self.playing[episode])
+
     def results(self) -> Iterator[tuple[int, Result]]:
         """Episodes and their results as they come, until all that can go on waits for the caller."""
         while True:

@@ -8,6 +8,7 @@ An episode ends by a stop reason:
 
     done, answer               the environment says so; a reply without a call, where there are tools alone
     turns, tokens, context     the next turn would exceed a limit; of `context`, the model's positions
+    template                   the chat template refuses the last reply, such as a text beside a call
     env_crashed, env_timeout   a call of the policy took the environment's process down
     fault                      the environment's own side failed: there is no reward, which is never 0
 
@@ -22,10 +23,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-from lightrlhf.cli.errors import UsageError
+from lightrlhf.cli.errors import RunFailure, UsageError
 from lightrlhf.data.chat import protect
 from lightrlhf.data.splits import Row
-from lightrlhf.data.tokens import decode, encode_text
+from lightrlhf.data.tokens import decode, encode_text, prompt_text
 from lightrlhf.data.tool_calls import parse, schema_of
 from lightrlhf.data.types import Tokenizer
 from lightrlhf.generation.conversations import Conversation, Plan
@@ -34,7 +35,7 @@ from lightrlhf.generation.episode_env import Answer, Fault, Json, Message, openi
 from lightrlhf.generation.prefix_cache import CachedPrefix
 
 Result = list[Message] | Answer | float | None | Fault
-STOP_REASONS = ("done", "answer", "turns", "tokens", "context", "env_crashed", "env_timeout", "fault")
+STOP_REASONS = ("done", "answer", "turns", "tokens", "context", "template", "env_crashed", "env_timeout", "fault")
 BROKEN = ("env_crashed", "env_timeout")  # stop reasons after which there is no environment to ask
 
 
@@ -44,11 +45,17 @@ class Pool(Protocol):
     @property
     def tools(self) -> list[Json] | None: ...
 
+    @property
+    def gives_reward(self) -> bool: ...
+
     def reset(self, episode: int, seed: int, row: dict[str, Any]) -> None: ...
 
     def step(self, episode: int, reply: Message) -> None: ...
 
     def finish(self, episode: int, stop_reason: str) -> None: ...
+
+    def drop(self, episode: int) -> None:
+        """End an episode without an outcome; there is no result."""
 
     def results(self) -> Iterator[tuple[int, Result]]:
         """What was asked for, as it comes, until nothing runs; a reset may wait for an episode to end."""
@@ -93,9 +100,7 @@ class Episode:
     @property
     def score(self) -> float | None:
         """Rewards of turns and outcome together; None without one."""
-        if self.fault or (self.outcome is None and self.stop_reason not in BROKEN):
-            return None
-        return sum(self.rewards) + (self.outcome or 0.0)
+        return None if self.fault or self.outcome is None else sum(self.rewards) + self.outcome
 
     def facts(self) -> dict[str, Any]:
         """What the logs show beside its ids, as plain values."""
@@ -110,18 +115,19 @@ class Episode:
             "counts": dict(self.counts),
         }
 
-    def take(self, result: Result, shorten: Callable[[Message], Message]) -> None:
-        """Take what the environment has answered."""
+    def take(self, result: Result, shorten: Callable[[Message], Message], gives_reward: bool) -> None:
+        """Take what an environment has answered, which gives a reward or not."""
         if isinstance(result, Fault):
             self.fail(result)
         elif isinstance(result, Answer):
             self.rewards.append(result.reward)
             self.counts.update(result.counts)
+            self.messages += map(shorten, result.messages)
             if result.done:
-                self.stop_reason = result.stop_reason
-                self.waits_for = "" if result.stop_reason in BROKEN else "end"
+                self.stop_reason, self.waits_for = result.stop_reason, "end"
+                if result.stop_reason in BROKEN:
+                    self.outcome, self.waits_for = 0.0 if gives_reward else None, ""
             elif result.messages:
-                self.messages += map(shorten, result.messages)
                 self.waits_for = "turn"
             else:
                 self.fail(Fault("errors", "the environment gave neither an observation nor an end"))
@@ -143,7 +149,8 @@ Sample = Callable[[Sequence[Episode], Sequence[Plan]], Completions]  # the next 
 def play(episodes: Sequence[Episode], pool: Pool, sample: Sample, tokenizer: Tokenizer, limits: Limits) -> float:
     """Play episodes to their end; returns the mean probability that top-k, top-p and min-p removed.
 
-    Raises: UsageError when the chat template refuses a prompt, or it does not fit into the model.
+    Raises: UsageError when the chat template refuses a prompt, or it does not fit into the model; RunFailure when the
+    pool neither answers nor has anything to do.
     """
     removed = tokens = 0.0
 
@@ -152,17 +159,24 @@ def play(episodes: Sequence[Episode], pool: Pool, sample: Sample, tokenizer: Tok
 
     for number, one in enumerate(episodes):
         pool.reset(number, one.seed, one.prompt.get("columns", {}))
-    while any(one.waits_for for one in episodes):
+    while any(before := [one.waits_for for one in episodes]):
         for number, result in pool.results():
-            episodes[number].take(result, shorten)
+            episodes[number].take(result, shorten, pool.gives_reward)
+            if episodes[number].fault and not isinstance(result, Fault):  # of which its process does not know
+                pool.drop(number)
         plans: dict[int, Plan] = {}
         for number, one in enumerate(episodes):
-            if one.waits_for == "turn" and (plan := plan_turn(one, pool.tools, limits)):
-                plans[number] = plan
+            if one.waits_for == "turn":
+                if plan := plan_turn(one, pool.tools, limits):
+                    plans[number] = plan
+                elif one.fault:
+                    pool.drop(number)
             if one.waits_for == "end":
                 one.waits_for = "outcome"
                 pool.finish(number, one.stop_reason)
         if not plans:
+            if before == [one.waits_for for one in episodes]:
+                raise RunFailure(f"episodes wait for environments that do not answer: {Counter(filter(None, before))}")
             continue
         sampled = sample([episodes[number] for number in plans], [*plans.values()])
         count = sum(map(len, sampled.responses))
@@ -186,13 +200,25 @@ def plan_turn(one: Episode, tools: list[Json] | None, limits: Limits) -> Plan | 
         except UsageError as problem:
             if not one.num_turns:
                 raise
-            one.fail(Fault("errors", str(problem)))  # a text of the environment that template or tokenizer refuses
-            return None
-        if one.num_turns and len(plan.ids) + limits.turn > limits.positions:
+            if can_follow_reply(one, tools):  # template or tokenizer refuse a text of the environment
+                one.fail(Fault("errors", str(problem)))
+                return None
+            stop_reason = "template"
+        if plan and one.num_turns and len(plan.ids) + limits.turn > limits.positions:
             plan, stop_reason = None, "context"
     if stop_reason:
         one.stop_reason, one.waits_for = stop_reason, "end"
     return plan
+
+
+def can_follow_reply(one: Episode, tools: list[Json] | None) -> bool:
+    """Whether template and tokenizer take the messages to the policy's last reply, without what came after it."""
+    tokenizer, length = one.conversation.tokenizer, len(one.conversation.turns[-1].messages) + 1
+    try:
+        encode_text(tokenizer, prompt_text(tokenizer, one.messages[:length], tools))
+    except UsageError:
+        return False
+    return True
 
 
 def take_turn(

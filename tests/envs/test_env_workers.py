@@ -138,6 +138,15 @@ def test_a_process_that_ended_between_two_calls_is_a_fault_and_between_episodes_
         assert only(pool)[0]["role"] == "user"
 
 
+def test_a_dropped_episode_frees_its_place():
+    with pool_of(spec_of("Room")) as pool:
+        for number in range(2):
+            pool.reset(number, 1, {})
+        assert [number for number, _ in pool.results()] == [0]
+        pool.drop(0)
+        assert [number for number, _ in pool.results()] == [1]
+
+
 def play_rooms(size):
     """First messages and rewards of seven episodes, two to a seed, and how many began at a time."""
     told, rewards, waves = {}, {}, []

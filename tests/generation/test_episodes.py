@@ -5,12 +5,14 @@ from typing import Any
 
 import pytest
 from helpers.episodes import LocalPool, Told
+from helpers.errors import error_naming
 from helpers.templates import ZOO
 from helpers.tool_templates import FORMS, tool_tokenizer
 
-from lightrlhf.cli.errors import UsageError
+from lightrlhf.cli.errors import RunFailure, UsageError
 from lightrlhf.data.rendering import NAME, TOOLS, called, said
 from lightrlhf.data.tokens import encode_response
+from lightrlhf.data.tool_calls import Parsed
 from lightrlhf.data.turn_ends import turn_end, without_end
 from lightrlhf.envs.episode_sampler import rows_of
 from lightrlhf.generation.conversations import Conversation
@@ -101,7 +103,7 @@ def test_rows_are_what_was_read_and_sampled(name, tools):
     assert any(one.num_turns > 1 for one in episodes) and not pool.envs
     for one in episodes:
         rows = [*rows_of(one)]
-        assert one.stop_reason in ("done", "turns", "fault") and one.num_turns == len(writer.seen[one])
+        assert one.stop_reason in ("done", "turns", "template") and one.num_turns == len(writer.seen[one])
         for turn, (read, sampled) in zip(one.conversation.turns, writer.seen[one]):
             ids, mask, _ = rows[turn.row]
             assert ids[: turn.start] == read and ids[turn.start : turn.end] == sampled
@@ -184,6 +186,8 @@ def test_a_call_that_takes_the_environment_down_keeps_the_rewards_so_far():
 
     (one,) = played(Crashing, says("hi"))
     assert (one.stop_reason, one.score, one.rewards) == ("env_crashed", 0.0, [0.5, -0.5])
+    (one,) = played(Crashing, says("hi"), gives_reward=False)
+    assert (one.stop_reason, one.score) == ("env_crashed", None)
 
 
 def test_an_answer_without_a_word_is_a_fault():
@@ -191,8 +195,44 @@ def test_an_answer_without_a_word_is_a_fault():
         def step(self, reply):
             return Answer()
 
-    (one,) = played(Silent, says("hi"))
-    assert one.stop_reason == "fault" and "neither" in one.fault.text
+    for one in played(Silent, says("hi"), count=3, size=1):  # of which each frees the only environment
+        assert one.stop_reason == "fault" and "neither" in one.fault.text
+
+
+def test_a_pool_that_does_nothing_ends_the_run():
+    with error_naming(RunFailure, "do not answer"):
+        played(lambda: Told(2), says("hi"), size=0)
+
+
+def test_the_last_messages_of_an_episode_are_kept():
+    class Ending(Told):
+        def step(self, reply):
+            return Answer([said("user", "You won.")], done=True)
+
+    (one,) = played(Ending, says("hi"))
+    assert one.messages[-1] == said("user", "You won.")
+
+
+@pytest.mark.parametrize("name", ["mistral_tools", "llama31_tools", "channels"])
+def test_a_reply_that_the_template_refuses_ends_its_episode_with_the_rewards_it_has(name):
+    tokenizer = tool_tokenizer(name)
+    reply = called("x", "y") | {"content": "Both."}  # of which each template refuses something
+
+    class Rewarding(Told):
+        tools = TOOLS
+
+        def step(self, given):
+            results = [{"role": "tool", "name": NAME, "tool_call_id": f"{i}", "content": "1"} for i in range(2)]
+            return Answer(results, reward=0.5)
+
+        def finish(self, stop_reason):
+            return 0.25 * (stop_reason == "template")
+
+    one, pool = new_episode(tokenizer), LocalPool(Rewarding)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Parsed, "as_message", lambda self: reply)
+        play([one], pool, lambda episodes, plans: Completions([[5]], [[-0.5]], [False], 0.0), tokenizer, NO_LIMITS)
+    assert (one.stop_reason, one.score, one.fault, pool.envs) == ("template", 0.75, None, {})
 
 
 def test_an_episode_s_turns_depend_neither_on_the_others_nor_on_the_order_of_answers():

@@ -10,9 +10,9 @@ from lightrlhf.generation.episode_env import Answer, Fault
 class LocalPool:
     """A pool of `size` environments in this process. An exception becomes a `Fault`; no process can be lost."""
 
-    def __init__(self, make: Callable[[], Any], size: int = 100, order: int = 0) -> None:
+    def __init__(self, make: Callable[[], Any], size: int = 100, order: int = 0, gives_reward: bool = True) -> None:
         self.make, self.size, self.order = make, size, random.Random(order)
-        self.tools = make().tools
+        self.tools, self.gives_reward = make().tools, gives_reward
         self.envs: dict[int, Any] = {}
         self.asked: list[tuple[int, str, tuple[Any, ...]]] = []
         self.log: list[tuple[int, str, tuple[Any, ...]]] = []
@@ -25,6 +25,9 @@ class LocalPool:
 
     def finish(self, episode: int, stop_reason: str) -> None:
         self._ask(episode, "finish", stop_reason)
+
+    def drop(self, episode: int) -> None:
+        del self.envs[episode]
 
     def _ask(self, episode: int, name: str, *values: Any) -> None:
         self.asked.append((episode, name, values))
