@@ -199,8 +199,8 @@ def prompt_faults(text: Text, kind: str, entries: Sequence[str], headers: Header
     """Whether a rendered dialogue begins as the template does, and a prompt alone ends with the header of an answer."""
     if not (headers.answers or headers.others):
         return
-    first = int(text.ids[0])
-    if marks.starts and first not in marks.starts and first != marks.bos:
+    begins = {int(text.ids[0]), int(text.ids[(text.ids != marks.pad).argmax()])}  # the end token may pad on the left
+    if marks.starts and not begins & {*marks.starts, marks.bos}:
         yield Found("prompt cut at its start")
     if kind == "prompts" and max(headers.others, default=-1) > max(headers.answers, default=-1):
         yield Found("prompt cut at its end", len(entries) - 1)

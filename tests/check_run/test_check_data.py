@@ -257,6 +257,14 @@ def test_clean_ids_raise_no_alarm_in_any_form(tmp_path):
         assert faults([str(tmp_path / name), f"--tokenizer={tmp_path / 'tokenizer'}"]) == []
 
 
+@pytest.mark.parametrize("lost, found", [(0, []), (2, ["prompt cut at its start"])])
+def test_rows_that_the_end_token_pads_on_the_left_begin_behind_it(tmp_path, lost, found):
+    tokenizer = chatml_like()
+    pad = [tokenizer.pad_token_id] * 4
+    padded = [joined(cut(row, lost), pad, trains=False, before=True) for row in as_rows(tokenizer)]
+    assert faults(folder_of(tmp_path, padded, tokenizer)) == found
+
+
 def test_the_cafe_raises_no_alarm_and_a_prompt_of_it_in_two_splits_does(tmp_path, capsys):
     prepare_cafe([f"--destination_dir={tmp_path / 'cafe'}", "--num_proc=1"])
     capsys.readouterr()
