@@ -16,7 +16,7 @@ from typing import Any
 from lightrlhf.checks.verdicts import CANNOT_TELL, RIGHT, WRONG, Verdict
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.maths.student import interval
-from lightrlhf.storage.run_dir import read_metrics
+from lightrlhf.storage.run_dir import is_experiment_dir, read_arg, read_metrics
 
 Curves = Mapping[str, Sequence[float]]
 LEAST = 12  # rows, three in each quarter
@@ -31,7 +31,7 @@ NAMES = {  # ours, and TRL's
 
 
 def read_curves(path: str) -> dict[str, list[float]]:
-    """Values by name, of those in `NAMES` that were logged. Raises: UsageError."""
+    """Values by name, of those in `NAMES` that were logged and mean something. Raises: UsageError."""
     place = Path(path)
     file = place if place.name == "trainer_state.json" else place / "trainer_state.json"
     if file.is_file():
@@ -47,6 +47,8 @@ def read_curves(path: str) -> dict[str, list[float]]:
         values = [row[one] for row in rows for one in columns if isinstance(row.get(one), int | float)]
         if values:
             found[name] = values
+    if is_experiment_dir(path) and read_arg(path, "num_generations") == 1:
+        found.pop("equal", None)  # a group of one is equal to itself
     return found
 
 
@@ -55,9 +57,9 @@ def diagnose(curves: Curves) -> list[Verdict]:
     return [
         _always(curves, "groups", "equal", "all groups equal", ("tasks too easy or too hard", "one seed for a group")),
         _always(curves, "ends", "truncated", "everything truncated", ("max_new_tokens too small", "no end token")),
-        _while(curves, "kl", "kl", "score", "KL rises and the reward does not", ("learning rate", "KL coefficient")),
+        _against(curves, "kl", "kl", "score", "KL rises and the reward falls", ("learning rate", "KL coefficient")),
         _against(curves, "audit", "score", "audit", "reward up and audit down", ("the reward is hacked",)),
-        _while(curves, "length", "length", "audit", "length rises and the audit does not", ("a reward of length",)),
+        _against(curves, "length", "length", "audit", "length rises and the audit falls", ("a reward of length",)),
     ]
 
 
@@ -87,21 +89,12 @@ def _always(curves: Curves, name: str, of: str, fault: str, causes: tuple[str, .
     return Verdict(name, WRONG, fault, evidence, causes) if min(last) == 1 else Verdict(name, RIGHT, evidence=evidence)
 
 
-def _while(curves: Curves, name: str, first: str, second: str, fault: str, causes: tuple[str, ...]) -> Verdict:
-    """Wrong where the first curve rose and the second did not rise."""
-    if lacks := _lacks(curves, name, first, second):
-        return lacks
-    (rose, text), (other, beside) = change(curves[first]), change(curves[second])
-    evidence = f"{first} {text}; {second} {beside}"
-    is_wrong = rose > 0 and other <= 0
-    return Verdict(name, WRONG, fault, evidence, causes) if is_wrong else Verdict(name, RIGHT, evidence=evidence)
-
-
 def _against(curves: Curves, name: str, first: str, second: str, fault: str, causes: tuple[str, ...]) -> Verdict:
-    """Wrong where the first curve rose and the second fell."""
+    """Wrong where the first curve rose and the second fell; where it stayed, a run at its best looks the same."""
     if lacks := _lacks(curves, name, first, second):
         return lacks
     (rose, text), (fell, beside) = change(curves[first]), change(curves[second])
     evidence = f"{first} {text}; {second} {beside}"
-    is_wrong = rose > 0 > fell
-    return Verdict(name, WRONG, fault, evidence, causes) if is_wrong else Verdict(name, RIGHT, evidence=evidence)
+    if rose > 0 > fell:
+        return Verdict(name, WRONG, fault, evidence, causes)
+    return Verdict(name, CANNOT_TELL if rose > 0 == fell else RIGHT, evidence=evidence)
