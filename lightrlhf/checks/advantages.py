@@ -125,7 +125,7 @@ def misaligned(right: Formula, found: Tensor) -> dict[str, Formula]:
 def check_gae(step: Step) -> Verdict:
     """Advantages of tokens from rewards and values (PPO)."""
     step.need("advantages", "token_rewards", "values", "loss_mask", "gamma", "lambd")
-    rewards, values, mask = step.get("token_rewards"), step.get("values"), step.mask()
+    rewards, values, mask = step.of_tokens("token_rewards"), step.of_tokens("values"), step.mask()
     size = float((rewards.abs() + values.abs())[mask].max()) if bool(mask.any()) else 0.0
     error = torch.full_like(values, ROUNDINGS * step.unit * size * step.width)
 

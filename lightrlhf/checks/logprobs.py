@@ -96,7 +96,7 @@ def check_kl(step: Step) -> Verdict:
     """The recorded KL term of each token by its estimator."""
     step.need("kl", "new_logprobs", "ref_logprobs", "loss_mask")
     trained = step.mask()
-    new, ref = step.get("new_logprobs"), step.get("ref_logprobs")
+    new, ref = step.of_tokens("new_logprobs"), step.of_tokens("ref_logprobs")
     found = torch.where(trained, step.of_tokens("kl"), 0.0)
     sizes = ROUNDINGS * step.unit * (1 + new.abs() + ref.abs())  # of the difference
 

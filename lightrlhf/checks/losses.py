@@ -38,6 +38,8 @@ def check_loss(step: Step) -> Verdict:
     for field in ("loss_slopes", "loss"):
         if field in step:
             found = step.get(field).sum() if field == "loss" else step.get(field)
+            if field == "loss_slopes" and found.shape != new.shape:
+                raise Missing("loss_slopes of the shape of new_logprobs")
             made = {name: _formula(step, field, total, new) for name, total in {expected: right, **faults}.items()}
             known = Known({expected: made.pop(expected)}, made)
             verdicts.append(judge("loss", found, known, [expected], names))
@@ -243,7 +245,7 @@ def weight_faults(step: Step, way: Way) -> dict[str, Way]:
 def sft_totals(step: Step) -> tuple[str, Total, dict[str, Total]]:
     """Mean negative log-probability of the trained tokens, and it with one fault each."""
     step.need("new_logprobs", "loss_mask")
-    new, mask = step.get("new_logprobs"), step.mask()
+    new, mask = step.of_tokens("new_logprobs"), step.mask()
     zeros, config = torch.zeros_like(new), step.config
     step.config.setdefault("aggregation", "token")
     way = Way(zeros + 1, mask, zeros, None, "reinforce", 0, 0, False, weights_of(step, config["aggregation"]), 0, None)
@@ -303,6 +305,8 @@ def pair_totals(step: Step) -> tuple[str, Total, dict[str, Total]]:
     kind = config.get("loss_type") or "sigmoid"
     if kind not in preference.LOSSES or kind in preference.SOFT_LABEL_LOSSES:
         raise Missing(f"a known loss_type, not {kind}")
+    if new.shape != ref.shape:
+        raise Missing("new_logprobs and ref_logprobs of one shape")
     if len(new) % 2:
         raise Missing("rows of pairs: first the chosen ones, then as many rejected ones")
     of_rows = new.ndim == 1

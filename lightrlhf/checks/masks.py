@@ -109,12 +109,12 @@ def check_members(step: Step) -> Verdict:
         raise Missing("old_logprobs or sampler_logprobs, to tell what chance gives")
     values = step.get(name)
     sums = torch.where(trained, values, 0.0).sum(1) if values.ndim == 2 else values  # (B,)
-    sizes, log_chance, rows = Counter(groups), 0.0, 0
+    sizes, chances = Counter(groups), []
     for (group, text), count in copies.items():
         row = next(i for i, member in enumerate(zip(groups, texts)) if member == (group, text))
-        ways = math.comb(sizes[group], count)
-        log_chance += min(0.0, math.log(ways) + (count - 1) * float(sums[row]))
-        rows += count
+        chances.append(math.log(math.comb(sizes[group], count)) + (count - 1) * float(sums[row]))
+    log_chance = min(0.0, min(chances) + math.log(len(sizes)))  # at most, that any group has such copies
+    rows = sum(copies.values())
     evidence = f"{rows} of {len(texts)} responses have a twin in their group; chance 10^{log_chance / math.log(10):.0f}"
     if log_chance > math.log(CHANCE):
         return Verdict("members", RIGHT, evidence=evidence)

@@ -126,11 +126,11 @@ class Step:
             self.arrays["group"] = torch.arange(max(sizes.values())).double() // self.config["num_generations"]
 
     def _at_the_end(self, key: str, value: Tensor) -> Tensor:
-        """An array of the last columns with zeros before it: (B, C) -> (B, T)."""
+        """An array of the last columns with fillers before it: (B, C) -> (B, T)."""
         missing = self.width - value.shape[1]
         if missing < 0:
             raise UsageError(f"{self.name}: {key} has {value.shape[1]} columns, input_ids {self.width}")
-        return torch.nn.functional.pad(value, (missing, 0))
+        return torch.nn.functional.pad(value, (missing, 0), value=_filler(key))
 
     def __contains__(self, name: str) -> bool:
         return name in self.arrays
@@ -156,8 +156,10 @@ class Step:
         return values.unique(return_inverse=True)[1] if name in ("group", "episode", "micro_batch") else values
 
     def of_tokens(self, name: str) -> Tensor:
-        """An array of tokens, (B, T); one of rows is repeated. Raises: Missing."""
+        """An array of tokens, (B, T); advantages of rows are repeated. Raises: Missing, also for sums."""
         values = self.get(name)
+        if values.ndim < 2 and name != "advantages":
+            raise Missing(f"{name} of tokens")
         return values if values.ndim == 2 else values[:, None].expand(-1, self.width)
 
     def scores(self) -> Tensor:
@@ -203,6 +205,11 @@ def _join(arrays: dict[str, Tensor]) -> None:
     if response is not None and response.ndim == 2 and response.shape[1] == completions.shape[1]:
         last = response.flip(1).cummax(1)[0].flip(1)  # up to the last token that counts
         arrays["attention_mask"] = torch.cat([mask, last], 1)
+
+
+def _filler(name: str) -> float:
+    """What an array has where no value is given."""
+    return -100.0 if name == "labels" else 0.0
 
 
 def _unit(given: Mapping[str, Any], config: Mapping[str, Any]) -> float:
@@ -268,7 +275,7 @@ def from_rows(rows: list[dict[str, Any]], other: Mapping[str, Any], name: str) -
         if key == "rewards" or not any(isinstance(value, list) for value in values):
             arrays[key] = np.array([np.nan if value is None else value for value in values], dtype=np.float64)
             continue
-        table = np.zeros((len(rows), width))
+        table = np.full((len(rows), width), _filler(key))
         for row, (value, length) in enumerate(zip(values, lengths)):
             if value:
                 table[row, length - len(value) : length] = [np.nan if one is None else one for one in value]
