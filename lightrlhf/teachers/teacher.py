@@ -344,14 +344,14 @@ def tell_texts(teacher: ForeignTeacher, rollout: Rollout, column: str | None, si
 def later_gap(teacher: ForeignTeacher, sample: Sample, logprobs: Tensor, ids: list[int], values: Tensor) -> Tensor:
     """The student's `logprobs` (n,) from each token's last border on, less the teacher's `values` (m,): (n,).
 
-    ids: the teacher's tokens.
+    ids: the teacher's tokens. Where they write another text, as with a chat template that trims responses, it is not
+    known which are behind a border: then each token is judged by the whole response.
     """
-    own = (sample.response_ids or [])[: len(logprobs)]
+    own, tokenizer = (sample.response_ids or [])[: len(logprobs)], teacher.encoding.tokenizer
     text = decode(teacher.student, own)
-    starts = token_starts(teacher.student, own, text)
-    borders = last_borders(text, starts)
-    others = sum_from(values, token_starts(teacher.encoding.tokenizer, ids, text), borders)
-    return sum_from(logprobs, starts, borders) - others
+    starts, others = token_starts(teacher.student, own, text), token_starts(tokenizer, ids, text)
+    borders = last_borders(text, starts) * int(decode(tokenizer, ids) == text and bool(others.any()))
+    return sum_from(logprobs, starts, borders) - sum_from(values, others, borders)
 
 
 def seen_by_teacher(args: TeacherArgs, batch: Batch) -> Batch:

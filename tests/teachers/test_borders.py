@@ -10,8 +10,9 @@ from helpers.rollouts import rollout_of
 from helpers.tokenizers import byte_tokenizer
 
 from lightrlhf.cli.errors import UsageError
+from lightrlhf.rewards.encoding import samples_of
 from lightrlhf.teachers.borders import crosses_words, last_borders, sum_from, token_starts
-from lightrlhf.teachers.teacher import ForeignTeacher, tell_texts
+from lightrlhf.teachers.teacher import ForeignTeacher, later_gap, tell_texts
 
 
 def test_a_border_is_known_with_the_next_words_first_character():
@@ -69,3 +70,16 @@ def test_the_expected_gradient_is_that_of_whole_responses(monkeypatch):
         spread.append(float(sum(p * cost.square().sum() for p, cost in zip(chance, found))))
     assert torch.allclose(*gradients, atol=1e-5) and float(gradients[0].abs().max()) > 0.01
     assert spread[1] < spread[0] and not torch.equal(told.to_go, whole)
+
+
+@pytest.mark.parametrize("written", ["ab ", "a b a", "ab cd, ab cd"])
+def test_a_text_that_the_teacher_writes_otherwise_is_judged_as_a_whole(written):
+    """One with other bytes, as many bytes, or a token that ends where the text does."""
+    student, teacher = byte_tokenizer(), byte_tokenizer([("a", "b")])
+    foreign = ForeignTeacher(tiny_policy("llama", vocab_size=len(teacher)), teacher, student, by_word=True)
+    rollout = rollout_of([student.encode("Hi")], [student.encode("ab cd")], tokenizer=student)
+    (sample,), logprobs = samples_of(rollout), torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0])
+    ids = teacher.encode(written)
+    values = torch.full([len(ids)], -10.0)
+    gaps = later_gap(foreign, sample, logprobs, ids, values)
+    assert gaps.tolist() == [15.0 + 10 * len(ids)] * 5
