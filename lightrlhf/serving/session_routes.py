@@ -14,6 +14,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress
 from functools import partial
 
+from pydantic import ValidationError
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -183,7 +184,7 @@ class SessionTurn:
                 self.tools,
                 [*choice.ids],
                 [max(value, LEAST) for value in choice.logprobs],
-                Message.model_validate(row["message"]).shown(),
+                reply_of(row["message"]),
                 row["finish_reason"] if stop_reason in ("stop", "length") else stop_reason,
                 about.version,
                 model=self.asked.model,
@@ -198,3 +199,14 @@ class SessionTurn:
         self._put(None)
         if not job.cancelled():
             job.exception()
+
+
+def reply_of(message: Json) -> Json:
+    """The model's own message as chat templates take it; as it was answered where no request may bring it back.
+
+    Such a one has a NUL in the name of a call, or arguments that are nested too deep.
+    """
+    try:
+        return Message.model_validate(message).shown()
+    except ValidationError:
+        return message

@@ -427,13 +427,8 @@ def test_a_client_that_never_reads_does_not_hold_its_session(app, engine):
     assert len(trace["turns"]) == 2 and "cancelled" not in {one["stop_reason"] for one in trace["turns"]}
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_tools_result_goes_on_behind_the_call_that_was_sampled(stream):
-    """A model that calls a tool, told its result: one row, the call's ids as they were sampled."""
-    kind = ZOO["qwen25"]
-    tokenizer, question = kind.tokenizer, [{"role": "user", "content": "What is it?"}]
-    call = '{"name": "known_function", "arguments": {"known_argument": "known-value"}}'
-    ids = tokenizer(f"<tool_call>\n{call}\n</tool_call><|im_end|>", add_special_tokens=False)["input_ids"]
+def scripted(tokenizer, ids: list[int]):
+    """An engine whose every answer has these ids."""
 
     class Scripted:
         version, adapters, name = "v1", {}, "model"
@@ -445,9 +440,19 @@ def test_a_tools_result_goes_on_behind_the_call_that_was_sampled(stream):
         async def stream(self, request):
             yield 0, Choice(ids, [-0.5] * len(ids), "stop"), Answer([], None, "v1")
 
-    scripted = Scripted()
-    scripted.tokenizer = tokenizer
-    with TestClient(App(scripted, KEY).asgi, headers={"Authorization": f"Bearer {KEY}"}) as client:
+    engine = Scripted()
+    engine.tokenizer = tokenizer
+    return engine
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_tools_result_goes_on_behind_the_call_that_was_sampled(stream):
+    """A model that calls a tool, told its result: one row, the call's ids as they were sampled."""
+    kind = ZOO["qwen25"]
+    tokenizer, question = kind.tokenizer, [{"role": "user", "content": "What is it?"}]
+    call = '{"name": "known_function", "arguments": {"known_argument": "known-value"}}'
+    ids = tokenizer(f"<tool_call>\n{call}\n</tool_call><|im_end|>", add_special_tokens=False)["input_ids"]
+    with TestClient(App(scripted(tokenizer, ids), KEY).asgi, headers={"Authorization": f"Bearer {KEY}"}) as client:
         session = opened(client, max_tokens=100)
         body = {"messages": question, "tools": TOOLS, "stream": stream, "tool_choice": "required"}
         answer = client.post(session[0], json=body, headers=session[1])
@@ -472,3 +477,18 @@ def test_a_tools_result_goes_on_behind_the_call_that_was_sampled(stream):
     assert row["ids"][first["start"] : first["end"]] == ids == row["ids"][second["start"] : second["end"]]
     assert "42" in tokenizer.decode(row["ids"][first["end"] : second["start"]])
     assert first["request"]["tool_choice"] == "required"
+
+
+@pytest.mark.parametrize("name, value", [("\\u0000", "1"), ("known_function", "[" * 250 + "]" * 250)])
+def test_a_call_that_no_request_may_bring_back_is_answered_and_recorded(name, value):
+    tokenizer = ZOO["qwen25"].tokenizer
+    call = f'{{"name": "{name}", "arguments": {{"known_argument": {value}}}}}'
+    ids = tokenizer(f"<tool_call>\n{call}\n</tool_call><|im_end|>", add_special_tokens=False)["input_ids"]
+    with TestClient(App(scripted(tokenizer, ids), KEY).asgi, headers={"Authorization": f"Bearer {KEY}"}) as client:
+        session = opened(client, max_tokens=600)
+        reply = turn(client, session, HELLO, tools=TOOLS)
+        trace = trace_of(client, session)
+        assert client.get(session[0].removesuffix("/v1/chat/completions") + "/trace?rendering").status_code == 200
+    ((row,), (recorded,)) = trace["rows"], trace["turns"]
+    assert row["ids"][recorded["start"] : recorded["end"]] == ids
+    assert recorded["reply"]["tool_calls"] == reply["tool_calls"] and recorded["stop_reason"] == "tool_calls"
