@@ -88,8 +88,10 @@ def sample_of(row: Row, where: str) -> encoding.Sample:
 
 
 def evidence(scores: array[float], prompts: array[int]) -> dict[str, float]:
-    """E-values that A is better, and that B is, from scores of A in the order of judging; a prompt counts once."""
-    _, first, prompt = np.unique(np.asarray(prompts), return_index=True, return_inverse=True)
-    means = np.bincount(prompt, np.asarray(scores)) / np.bincount(prompt)  # by prompt
-    better = betting.e_values(torch.from_numpy(2 * means[first.argsort()] - 1))
+    """E-values that A is better, and that B is, from scores of A in the order of judging.
+
+    A prompt counts by its first pair: its further pairs depend on that, and a mean would change values seen before.
+    """
+    _, first = np.unique(np.asarray(prompts), return_index=True)
+    better = betting.e_values(torch.from_numpy(2 * np.asarray(scores)[np.sort(first)] - 1))
     return dict(zip(("e_value_a", "e_value_b"), better))
