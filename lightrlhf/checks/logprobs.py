@@ -56,6 +56,8 @@ def check_ratio(step: Step) -> Verdict:
 def compare(step: Step, name: str, first: str, second: str) -> Verdict:
     """Whether two arrays are log-probabilities of one distribution to rounding, else which change makes them so."""
     trained, error = step.mask(), pass_error(step)
+    if not bool(trained.any()):
+        raise Missing("a trained token")
     new, old = step.of_tokens(first), step.of_tokens(second)
     gap = _gap(new, old, trained)
     evidence = f"{first} - {second}: mean size {gap:.3g}, rounding makes {error:.2g}"

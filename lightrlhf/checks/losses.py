@@ -31,7 +31,7 @@ def check_loss(step: Step) -> Verdict:
         raise Missing("loss, loss_slopes")
     if step.config.get("entropy_coeff"):
         raise Missing("entropy_coeff 0: the entropy bonus is not recomputed")
-    expected, right, faults = checks[step.config["method"]](step)
+    right, faults = checks[step.config["method"]](step)
     names = "loss_type, aggregation, kl_coeff"
     verdicts = []
     new = step.get("new_logprobs")
@@ -40,15 +40,11 @@ def check_loss(step: Step) -> Verdict:
             found = step.get(field).sum() if field == "loss" else step.get(field)
             if field == "loss_slopes" and found.shape != new.shape:
                 raise Missing("loss_slopes of the shape of new_logprobs")
-            made = {name: _formula(step, field, total, new) for name, total in {expected: right, **faults}.items()}
-            known = Known({expected: made.pop(expected)}, made)
-            verdicts.append(judge("loss", found, known, [expected], names))
-    wrong = next((one for one in verdicts if one.says == WRONG), None)
-    return wrong or verdicts[0]._replace(evidence=f"{expected}, to rounding ({', '.join(_given(step))})")
-
-
-def _given(step: Step) -> list[str]:
-    return [one for one in ("loss", "loss_slopes") if one in step]
+            meant, wrong = ({n: _formula(step, field, one, new) for n, one in part.items()} for part in (right, faults))
+            verdicts.append(judge("loss", found, Known(meant, wrong), [*meant], names))
+    first = next((one for one in verdicts if one.says == WRONG), verdicts[0])
+    given = ", ".join(one for one in ("loss", "loss_slopes") if one in step)
+    return first if first.says == WRONG else first._replace(evidence=f"{first.evidence} ({given})")
 
 
 def _formula(step: Step, field: str, total: Total, new: Tensor) -> Formula:
@@ -118,8 +114,8 @@ KLS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 }
 
 
-def policy_totals(step: Step) -> tuple[str, Total, dict[str, Total]]:
-    """The name of the expected loss, itself, and it with one fault each."""
+def policy_totals(step: Step) -> tuple[dict[str, Total], dict[str, Total]]:
+    """The expected loss by its name, and it with one fault each."""
     step.need("new_logprobs", "advantages", "loss_mask", "loss_type", "aggregation")
     config, mask = step.config, step.mask()
     kind, kl_coeff = config["loss_type"], float(config.get("kl_coeff") or 0.0)
@@ -142,7 +138,7 @@ def policy_totals(step: Step) -> tuple[str, Total, dict[str, Total]]:
         float(config.get("clip_low") or 0.0),
         float(config.get("clip_high") or 0.0),
         config.get("importance_sampling_level") == "sequence",
-        weights_of(step, config["aggregation"]),
+        weights_of(step, mask, config["aggregation"]),
         in_loss,
         KLS.get(str(config.get("kl_estimator"))),
     )
@@ -151,16 +147,26 @@ def policy_totals(step: Step) -> tuple[str, Total, dict[str, Total]]:
     if "group" in step or len(mask) > 1:
         ways["advantages of other rows"] = way._replace(advantages=way.advantages.roll(1, 0))
     ways["mask one late"] = way._replace(weights=way.weights.roll(1, 1), mask=mask.roll(1, 1))
-    return (
-        f"{kind}, {config['aggregation']}",
-        partial(total_of, way),
-        {n: partial(total_of, w) for n, w in ways.items()},
-    )
+    return with_empty_rows(step, f"{kind}, {config['aggregation']}", way, ways)
 
 
-def weights_of(step: Step, aggregation: str) -> Tensor:
+def with_empty_rows(step: Step, name: str, way: Way, ways: dict[str, Way]) -> tuple[dict[str, Total], dict[str, Total]]:
+    """What is meant and its faults; rows without a trained token may count in a mean over rows, as in TRL, or not."""
+    rows = way.mask.any(1)
+    number = step.whole("episode") if "episode" in step else torch.arange(len(rows))  # (B,)
+    share = len(number[rows].unique()) / len(number.unique())
+    meant = {name: way}
+    if share < 1 and step.config["aggregation"] in ("sequence", "sum", "constant"):
+        both = {"": 1.0, ", empty rows counted": share}
+        meant = {name + end: way._replace(weights=way.weights * scale) for end, scale in both.items()}
+        ways = {n + end: w._replace(weights=w.weights * scale) for end, scale in both.items() for n, w in ways.items()}
+    meant_totals, totals = ({n: partial(total_of, w) for n, w in part.items()} for part in (meant, ways))
+    return meant_totals, totals
+
+
+def weights_of(step: Step, mask: Tensor, aggregation: str) -> Tensor:
     """Weights of tokens, (B, T), in float64; `token` divides by `num_items` where it is given."""
-    mask, passes = step.mask(), float(step.config.get("passes") or 1)
+    passes = float(step.config.get("passes") or 1)
     if aggregation == "token" and step.config.get("num_items"):
         return mask.double() / float(step.config["num_items"])
     if aggregation == "constant":
@@ -221,7 +227,7 @@ def weight_faults(step: Step, way: Way) -> dict[str, Way]:
     for name in policy_losses.AGGREGATIONS:
         if name != step.config["aggregation"] and (name != "constant" or step.config.get("max_new_tokens")):
             if name != "prompt" or "group" in step:
-                faults[f"aggregation {name}"] = way._replace(weights=weights_of(step, name))
+                faults[f"aggregation {name}"] = way._replace(weights=weights_of(step, mask, name))
     if step.config.get("num_items"):
         faults["tokens of this pass in place of the step's"] = way._replace(weights=mask / mask.sum())
     places = mask.any(0).sum()
@@ -242,13 +248,15 @@ def weight_faults(step: Step, way: Way) -> dict[str, Way]:
 
 
 # --------------------------------------------------------------------------------------------------------------- SFT
-def sft_totals(step: Step) -> tuple[str, Total, dict[str, Total]]:
+def sft_totals(step: Step) -> tuple[dict[str, Total], dict[str, Total]]:
     """Mean negative log-probability of the trained tokens, and it with one fault each."""
     step.need("new_logprobs", "loss_mask")
-    new, mask = step.of_tokens("new_logprobs"), step.mask()
-    zeros, config = torch.zeros_like(new), step.config
-    step.config.setdefault("aggregation", "token")
-    way = Way(zeros + 1, mask, zeros, None, "reinforce", 0, 0, False, weights_of(step, config["aggregation"]), 0, None)
+    new, mask = step.of_tokens("new_logprobs"), step.mask().clone()
+    if "input_ids" in step or not bool(new[:, 0].any()):
+        mask[:, 0] = False  # nothing predicts the first token, though labels may have it
+    zeros, aggregation = torch.zeros_like(new), step.config.setdefault("aggregation", "token")
+    weights = weights_of(step, mask, aggregation)
+    way = Way(zeros + 1, mask, zeros, None, "reinforce", 0, 0, False, weights, 0, None)
     ways = weight_faults(step, way)
     ways["mask one late"] = way._replace(weights=way.weights.roll(1, 1), mask=mask.roll(1, 1))
     if "attention_mask" in step:
@@ -257,8 +265,7 @@ def sft_totals(step: Step) -> tuple[str, Total, dict[str, Total]]:
         ways["prompt tokens counted"] = way._replace(mask=every, weights=every / every.sum())
         ways["divided by all tokens"] = way._replace(weights=mask / every.sum())
     ways["sign"] = way._replace(advantages=-way.advantages)
-    name = f"mean of tokens, {config['aggregation']}"
-    return name, partial(total_of, way), {n: partial(total_of, w) for n, w in ways.items()}
+    return with_empty_rows(step, f"mean of tokens, {aggregation}", way, ways)
 
 
 # --------------------------------------------------------------------------------------------------------------- DPO
@@ -298,7 +305,7 @@ def pair_total(sums: Sums, new: Tensor) -> Tensor:
     return preference.LOSSES[sums.loss](pairs).mean() * sums.scale
 
 
-def pair_totals(step: Step) -> tuple[str, Total, dict[str, Total]]:
+def pair_totals(step: Step) -> tuple[dict[str, Total], dict[str, Total]]:
     """The mean loss of pairs, and it with one fault each."""
     step.need("new_logprobs", "ref_logprobs", "beta")
     config, new, ref = step.config, step.get("new_logprobs"), step.get("ref_logprobs")
@@ -338,7 +345,7 @@ def pair_totals(step: Step) -> tuple[str, Total, dict[str, Total]]:
         ways["mask one late"] = sums._replace(mask=mask.roll(1, 1))
     skipped = preference.SOFT_LABEL_LOSSES
     ways |= {f"loss {name}": sums._replace(loss=name) for name in preference.LOSSES if name not in {kind, *skipped}}
-    return f"{kind} of pairs", partial(pair_total, sums), {n: partial(pair_total, one) for n, one in ways.items()}
+    return {f"{kind} of pairs": partial(pair_total, sums)}, {n: partial(pair_total, one) for n, one in ways.items()}
 
 
 def check_pairs(step: Step) -> Verdict:

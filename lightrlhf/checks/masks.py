@@ -12,6 +12,7 @@ from lightrlhf.checks.step import Missing, Step
 from lightrlhf.checks.verdicts import RIGHT, WRONG, Verdict
 
 CHANCE = 1e-9  # of a coincidence; below it there is a cause
+GIVEN = ("sft", "dpo")  # train on texts of templates, which may write a line break behind the end token
 
 
 Fault = tuple[str, Tensor, tuple[str, ...]]  # its name, where it is (B, T), and probable causes
@@ -22,6 +23,8 @@ def check_mask(step: Step) -> Verdict:
     step.need("input_ids", "loss_mask")
     trained, attended = step.mask(), step.attended()
     if not bool(trained.any()):
+        if step.config.get("mask_truncated") or ("truncated" in step and bool(step.get("truncated").all())):
+            raise Missing("a trained token: truncated responses may be left out")
         return Verdict("mask", WRONG, "nothing is trained", f"none of {trained.numel()} tokens", (), "loss_mask")
     padding = trained & ~attended
     found: list[Fault] = [("padding trained", padding, ("a mask made before padding", "labels of padding not -100"))]
@@ -48,7 +51,7 @@ def _borders(trained: Tensor, response: Tensor, attended: Tensor) -> list[Fault]
     before = _before(first)
     is_early = bool(((of_prompt & before).any(1) & ~(trained & last).any(1))[rows].all())
     is_early &= not bool((of_prompt & ~before).any())
-    untrained = first & ~trained & rows[:, None]
+    untrained = first & ~trained & _before(trained)
     is_late = bool((untrained.any(1) & ~of_prompt.any(1))[rows].all())
     of_inputs = "the mask belongs to inputs, not to targets"
     return [
@@ -63,7 +66,8 @@ def _ends(step: Step, trained: Tensor, attended: Tensor) -> list[Fault]:
     is_end = torch.isin(step.whole("input_ids"), torch.tensor(sorted(step.ends())))  # (B, T); padding may be one
     one_turn = (trained & ~_after(trained)).sum(1) <= 1  # (B,)
     ended = (is_end & trained).long()  # (B, T)
-    after = trained & one_turn[:, None] & (ended.cumsum(1) - ended > 0)
+    is_sampled = step.config.get("method") not in GIVEN
+    after = trained & one_turn[:, None] & (ended.cumsum(1) - ended > 0) & is_sampled
     found: list[Fault] = [
         ("tokens after the end trained", after, ("end tokens of padding counted", "a doubled end token"))
     ]
@@ -76,7 +80,7 @@ def _ends(step: Step, trained: Tensor, attended: Tensor) -> list[Fault]:
     elif step.config.get("max_new_tokens"):
         complete = lengths < step.config["max_new_tokens"]
     last = trained & (trained.flip(1).cumsum(1).flip(1) == 1)  # (B, T)
-    lacks = last & ~is_end & (complete & one_turn)[:, None]
+    lacks = last & (complete & one_turn & ~ended.any(1))[:, None]
     found.append(("end token missing", lacks, ("a stop string was removed", "tokenised again without the end")))
     return found
 

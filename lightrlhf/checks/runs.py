@@ -56,6 +56,7 @@ def _step(rows: list[dict[str, Any]], args: Mapping[str, Any], ends: list[int], 
         coeff = args["init_kl_coeff"] if args["kl_placement"] == "reward" else 0.0
         _without_kl(made, coeff, size / (size - 1) if args["advantage"] == "rloo" and size > 1 else 1.0)
     config = {"method": args.get("program"), "digits": DIGITS, "temperature": args.get("temperature")}
+    config["mask_truncated"] = bool(args.get("overlong_filter"))
     config |= {"eos_token_id": ends or None} | ({"advantage": args["advantage"]} if is_plain and kept else {})
     return from_rows(made, config, f"step {number}")
 

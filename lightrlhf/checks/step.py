@@ -81,6 +81,7 @@ CONFIG: dict[str, str] = {
     "top_k": "of sampling",
     "eos_token_id": "number or list",
     "bos_token_id": "number",
+    "mask_truncated": "true where responses stopped by length are not trained",
     "first_pass": "true where the update is the first on its samples",
     "entropy_coeff": "coefficient of an entropy bonus, which is not recomputed",
     "dtype": "of the model's passes: float32 (default), bfloat16, float16",

@@ -106,6 +106,7 @@ def settings(trainer: Any, inputs: Mapping[str, Any] | None = None) -> dict[str,
     flags, tokenizer = vars(trainer.args), trainer.processing_class
     config = {"method": "grpo", "max_new_tokens": flags["max_completion_length"], "temperature": flags["temperature"]}
     config |= {"top_p": flags["top_p"], "top_k": flags["top_k"], "eos_token_id": tokenizer.eos_token_id}
+    config["mask_truncated"] = flags.get("mask_truncated_completions", False)
     config["dtype"] = str(getattr(trainer.model, "dtype", "float32")).removeprefix("torch.")
     if inputs is None:
         config["num_generations"] = flags["num_generations"]

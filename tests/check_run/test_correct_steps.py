@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from helpers.steps import policy_step, sft_step
+from helpers.steps import EOS, PROMPT, RESPONSE, policy_step, sft_step
 
 from lightrlhf.check_run import check_steps
 from lightrlhf.checks.step import Step, from_rows, read_steps
@@ -45,3 +45,71 @@ def test_sums_of_rows_cannot_tell_what_tokens_are_needed_for(made):
     assert {found[name].evidence for name in needed} == {"needs new_logprobs of tokens"}
     alone = verdicts_of(Step(arrays | {name: sums[name] for name in names - {"new_logprobs"}}, config))["loss"]
     assert alone.says == ("right" if config["method"] == "sft" else "cannot tell")
+
+
+@pytest.mark.parametrize("counted", [True, False])
+@pytest.mark.parametrize("aggregation", ["sequence", "sum", "constant"])
+def test_rows_that_train_nothing_may_count_in_the_mean_over_rows(aggregation, counted):
+    arrays, config = policy_step(aggregation=aggregation)
+    trains = ~arrays["truncated"]
+    arrays["loss_mask"] = arrays["loss_mask"] & trains[:, None]
+    arrays["loss_slopes"] = arrays["loss_slopes"] * trains[:, None] / (1 if counted else trains.mean())
+    del arrays["loss"]
+    found = verdicts_of(Step(arrays, config))
+    assert found["loss"].says == found["mask"].says == "right"
+    assert ("empty rows counted" in found["loss"].evidence) == counted
+    assert "loss" in faults_of(arrays | {"loss_slopes": arrays["loss_slopes"] * 2}, config)
+
+
+@pytest.mark.parametrize("is_known_by", ["truncated", "settings"])
+def test_a_step_whose_responses_were_all_left_out_cannot_be_told(is_known_by):
+    arrays, config = policy_step(first_pass=True)
+    arrays["loss_mask"] = arrays["loss_mask"] & False
+    arrays |= {"loss": np.float32(0), "loss_slopes": arrays["loss_slopes"] * 0}
+    assert faults_of(arrays, config)["mask"] == "nothing is trained"
+    if is_known_by == "truncated":
+        arrays["truncated"] = arrays["truncated"] | True
+    else:
+        config["mask_truncated"] = True
+    found = verdicts_of(Step(arrays, config))
+    assert "wrong" not in {one.says for one in found.values()}
+    assert found["mask"].says == found["ratio"].says == "cannot tell"
+
+
+@pytest.mark.parametrize("method", ["sft", "dpo"])
+def test_a_line_break_that_a_template_writes_behind_the_end_may_be_trained(method):
+    ids = np.array([[5, 6, 7, EOS, 9], [5, 6, 8, EOS, 9]])
+    arrays = {"input_ids": ids, "attention_mask": ids > 0, "loss_mask": np.arange(5)[None] + 0 * ids >= 2}
+    arrays |= {"prompt_len": np.array([2, 2]), "truncated": np.array([0, 0])}
+    assert faults_of(arrays, {"method": method, "eos_token_id": EOS}) == {}
+    assert faults_of(arrays, {"method": "grpo", "eos_token_id": EOS}) == {"mask": "tokens after the end trained"}
+
+
+@pytest.mark.parametrize("is_narrow", [True, False])
+def test_labels_that_are_the_ids_do_not_count_their_first_token(is_narrow):
+    arrays, config = sft_step()
+    new, attended = arrays["new_logprobs"], arrays["attention_mask"]
+    arrays["loss"] = np.float32(-new[:, 1:][attended[:, 1:]].mean())
+    arrays = {name: arrays[name] for name in ("input_ids", "attention_mask", "new_logprobs", "loss")}
+    arrays["labels"] = np.where(attended, arrays["input_ids"], -100)
+    if is_narrow:
+        arrays["new_logprobs"] = new[:, 1:]
+        del arrays["input_ids"]
+    assert verdicts_of(Step(arrays, config))["loss"].says == "right"
+
+
+def test_arrays_that_begin_with_a_predicted_token_count_it():
+    arrays, config = sft_step()
+    new = arrays["new_logprobs"][:, PROMPT:]
+    mask = arrays["loss_mask"][:, PROMPT:]
+    assert (
+        verdicts_of(Step({"new_logprobs": new, "loss_mask": mask, "loss": arrays["loss"]}, config))["loss"].says
+        == "right"
+    )
+
+
+def test_responses_that_begin_with_several_untrained_tokens_have_no_late_mask():
+    arrays, config = policy_step()
+    place = np.arange(PROMPT + RESPONSE)[None]
+    assert faults_of(arrays | {"loss_mask": arrays["loss_mask"] & (place > PROMPT)}, config)["mask"] == "mask one late"
+    assert "mask" not in faults_of(arrays | {"loss_mask": arrays["loss_mask"] & (place > PROMPT + 1)}, config)
