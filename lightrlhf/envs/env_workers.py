@@ -6,7 +6,8 @@ finish. A call that takes longer than its limit ends its process; another one ta
 
 Where `step` ended the process, the policy's action did: its episode ends there with the rewards it has, and counts. A
 stateless environment's episode goes on, with an error in place of the results. Any other loss is a `Fault`: an
-exception, a value that is not a reward, a process that ended or hung while it began or finished an episode.
+exception, a value that is not a reward, a process that ended or hung while it began or finished an episode, or that
+could not start although an earlier one did.
 
 The processes get no keys of servers, print to stderr, and hash texts alike, so that sets have one order.
 
@@ -36,12 +37,15 @@ import numpy as np
 
 from lightrlhf.cli.errors import UsageError, first_line
 from lightrlhf.cli.processes import START_LIMIT, Process, begin_worker, kill_all
+from lightrlhf.envs.mcp import USERS_PATH
 from lightrlhf.envs.tool_env import as_content, result_message
 from lightrlhf.envs.ways import EnvSpec
 from lightrlhf.generation.episode_env import Answer, EpisodeEnv, Fault, Json, Message
 from lightrlhf.rewards.functions import Failure, describe, failure_of, number_of
 
-SECRET = re.compile(r"(^|_)(KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL|AUTH)S?($|_)", re.IGNORECASE)  # in names of variables
+SECRET = re.compile(  # in names of variables
+    r"(^|_)(KEY|TOKEN|SECRET|CREDENTIAL|AUTH|PASS|PAT)S?($|_)|_PWD$|APIKEY|PASSWORD|PASSWD|PASSPHRASE", re.IGNORECASE
+)
 LARGEST_ANSWER = 2**28  # bytes from a worker
 GLANCE = 1.0  # seconds between looks whether a process has ended whose child holds its connection open
 Result = list[Message] | Answer | float | None | Fault
@@ -53,7 +57,8 @@ class EnvWorker(Process):
     def __init__(self, spec: EnvSpec, seed: int = 0) -> None:
         environment = {name: value for name, value in os.environ.items() if not SECRET.search(name)}
         arguments = [json.dumps(asdict(spec)), str(seed)]
-        super().__init__("lightrlhf.envs.env_workers", arguments, {**environment, "PYTHONHASHSEED": "0"})
+        own = {"PYTHONHASHSEED": "0", USERS_PATH: os.environ.get("PYTHONPATH", "")}
+        super().__init__("lightrlhf.envs.env_workers", arguments, environment | own)
         self.request: tuple[Any, ...] | None = ("start",)
         self.episode: int | None = None
 
@@ -164,7 +169,9 @@ class EnvPool:
         except (EOFError, OSError, ValueError):
             return self._lose(worker, "crashes")
         if kind == "broken":
-            raise UsageError(value)
+            episode = worker.episode
+            self._forget(worker)
+            return self._give_up(episode, Fault("errors", value))
         worker.request = None
         if kind == "ready":
             return
@@ -185,7 +192,7 @@ class EnvPool:
         status = self._forget(worker)
         text = "its process ended" + (f" with status {status}" if ended else "")
         if request is None or episode is None or request[0] == "start":
-            raise UsageError(f"{self.spec.flag}: {text} while it started")
+            return self._give_up(episode, Fault(kind, f"{self.spec.flag}: {text} while it started"))
         if kind == "timeouts":
             text = f"it took more than {self.seconds:g} seconds"
         if request[0] != "step":
@@ -197,6 +204,19 @@ class EnvPool:
             self.workers.append(replacement)
         else:
             self.ready.append((episode, Answer(done=True, stop_reason=LOST[kind], counts=counts_of(request[1], kind))))
+
+    def _give_up(self, episode: int | None, fault: Fault) -> None:
+        """A process could not start: the first one ends the run, a later one costs its episode, or the next.
+
+        Raises: UsageError for the first one.
+        """
+        if self.described is None:
+            raise UsageError(fault.text)
+        if episode is None:
+            episode = next((number for number, request in self.waiting if request[0] == "reset"), None)
+        if episode is not None:
+            self.waiting = deque(one for one in self.waiting if one[0] != episode)
+            self.ready.append((episode, fault))
 
     def _forget(self, worker: EnvWorker) -> int:
         self.workers.remove(worker)
@@ -233,8 +253,9 @@ def counts_of(reply: Message, kind: str) -> dict[str, int]:
 
 def unanswered(reply: Message, kind: str, text: str) -> Answer:
     """The answer of stateless tools to calls of which one ended the process."""
-    messages = [result_message(call, f"error: {text}") for call in reply["tool_calls"]]
-    return Answer(messages, counts=counts_of(reply, kind))
+    error = f"error: {text}"
+    messages = [result_message(call, error) for call in reply.get("tool_calls") or []]
+    return Answer(messages or [{"role": "user", "content": error}], counts=counts_of(reply, kind))
 
 
 READERS: dict[str, Callable[[Any], Any]] = {
@@ -316,11 +337,12 @@ def serve(spec: str, seed: str, descriptor: str, parent: str) -> None:
     def say(kind: str, value: Any = None) -> None:
         connection.send_bytes(json.dumps([kind, value]).encode())
 
+    made = EnvSpec(**json.loads(spec))
     try:
         seed_all(int(seed))
-        host = Host(EnvSpec(**json.loads(spec)))
+        host = Host(made)
     except (Exception, SystemExit) as problem:
-        return say("broken", str(problem))
+        return say("broken", str(problem) if isinstance(problem, UsageError) else f"{made.flag}: {failure_of(problem)}")
     say("ready")
     with suppress(EOFError, OSError):
         while True:

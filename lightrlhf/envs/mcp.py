@@ -13,6 +13,7 @@ Left out: resources, prompts, sampling and questions of the server, sign-in, and
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import subprocess
 from collections import Counter
@@ -26,6 +27,7 @@ from lightrlhf.generation.episode_env import Answer, Json, Message
 
 VERSION = "2025-06-18"
 GREETING = {"protocolVersion": VERSION, "capabilities": {}, "clientInfo": {"name": "lightrlhf", "version": "1"}}
+USERS_PATH = "LIGHTRLHF_USERS_PYTHONPATH"  # variable: PYTHONPATH as the user has set it, where a process has its own
 NO_METHOD = {"code": -32601, "message": "this client answers no requests but ping"}
 
 
@@ -42,9 +44,9 @@ class McpEnv:
         self.server = server
         try:
             self.session = Session(server)
+            self.tools = self.session.tools()
         except (OSError, ValueError, LookupError) as problem:
-            raise UsageError(f"--mcp {server}: {problem}") from None
-        self.tools = self.session.tools()
+            raise UsageError(f"--mcp {server}: {type(problem).__name__}: {problem}") from None
 
     def reset(self, seed: int, row: dict[str, Any]) -> list[Message]:
         if self.session.is_used:
@@ -145,8 +147,10 @@ class Pipes:
     version = VERSION
 
     def __init__(self, command: str) -> None:
-        pipe = subprocess.PIPE
-        self.process = subprocess.Popen(shlex.split(command), stdin=pipe, stdout=pipe, text=True, encoding="utf-8")
+        environment = {name: value for name, value in os.environ.items() if name not in (USERS_PATH, "PYTHONHASHSEED")}
+        environment["PYTHONPATH"] = os.environ.get(USERS_PATH, os.environ.get("PYTHONPATH", ""))
+        streams: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "encoding": "utf-8"}
+        self.process = subprocess.Popen(shlex.split(command), env=environment, **streams)
 
     def send(self, message: Json) -> Iterator[Json]:
         """Write a message; returns those that the server writes from now on."""

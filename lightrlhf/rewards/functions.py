@@ -170,7 +170,7 @@ def describe(value: Any) -> str:
     return f"{'an' if kind[0] in 'aeiou' else 'a'} {kind} {text[:60]}{'…' if len(text) > 60 else ''}".strip()
 
 
-def failure_of(problem: Exception) -> Failure:
+def failure_of(problem: BaseException) -> Failure:
     """An exception with where it was raised, in one line."""
     if isinstance(problem, Failure):
         return problem

@@ -7,7 +7,7 @@ from helpers.errors import error_naming
 from helpers.hostile_envs import DEEDS
 
 from lightrlhf.cli.errors import UsageError
-from lightrlhf.envs.env_workers import EnvPool
+from lightrlhf.envs.env_workers import SECRET, EnvPool, unanswered
 from lightrlhf.envs.ways import EnvSpec
 from lightrlhf.generation.episode_env import Answer, Fault
 
@@ -147,6 +147,29 @@ def test_a_dropped_episode_frees_its_place():
         assert [number for number, _ in pool.results()] == [1]
 
 
+def test_a_process_that_cannot_start_ends_the_run_first_and_costs_an_episode_later(monkeypatch):
+    text = f"--env {HOSTILE}:Fragile: KeyError: 'SERVER_STATE'"
+    with pool_of(spec_of("Fragile"), 2) as pool:
+        for number in range(3):
+            pool.reset(number, 1, {})
+            if number == 0:
+                assert isinstance(only(pool), list)
+                monkeypatch.setenv("SERVER_STATE", "gone")
+        faults = dict(pool.results())
+        assert {*faults} == {1, 2} and all(fault.text.startswith(text) for fault in faults.values())
+        pool.finish(0, "done")
+        assert only(pool) == 0.0
+    with error_naming(UsageError, text), pool_of(spec_of("Fragile")):
+        pass
+
+
+def test_a_stateless_turn_without_a_call_is_answered_where_its_process_ended():
+    (message,) = unanswered(say(), "crashes", "it ended").messages
+    assert message == {"role": "user", "content": "error: it ended"}
+    (message,) = unanswered({"role": "assistant", "content": "x"}, "crashes", "it ended").messages
+    assert message["role"] == "user"
+
+
 def play_rooms(size):
     """First messages and rewards of seven episodes, two to a seed, and how many began at a time."""
     told, rewards, waves = {}, {}, []
@@ -239,6 +262,12 @@ def test_keys_of_servers_do_not_reach_the_processes(monkeypatch):
         only(pool)
         pool.step(0, say(call("hostile", deed="environment")))
         assert only(pool).messages[0]["content"] == '["TOKENIZERS_PARALLELISM"]'
+
+
+def test_secrets_are_known_by_usual_names():
+    secrets = "OPENAI_APIKEY PGPASSWORD MYSQL_PWD GITHUB_PAT DB_PASSWD SMTP_PASS AWS_SECRET_ACCESS_KEY"
+    assert all(SECRET.search(name) for name in secrets.split())
+    assert not any(SECRET.search(name) for name in "PWD OLDPWD PATH PYTHONPATH TOKENIZERS_PARALLELISM".split())
 
 
 WRONG_SPECS = [

@@ -1,5 +1,8 @@
 """Tools of a server of the Model Context Protocol, by a command and by an address."""
 
+import json
+import shlex
+import sys
 import threading
 from http.server import ThreadingHTTPServer
 
@@ -8,6 +11,7 @@ from helpers.errors import error_naming
 from helpers.mcp_server import COMMAND, Handler
 
 from lightrlhf.cli.errors import UsageError
+from lightrlhf.envs.env_workers import EnvPool
 from lightrlhf.envs.mcp import McpEnv
 from lightrlhf.envs.ways import EnvSpec
 
@@ -64,6 +68,34 @@ def test_a_server_that_leaves_is_a_fault_and_another_one_is_started():
     env.reset(1, {})
     assert env.step(say(call("count", by=1))).messages[0]["content"] == "1"
     env.close()
+
+
+PRINTS = """import json, os, sys
+for line in sys.stdin:
+    message = json.loads(line)
+    if "id" in message and message["method"] == "initialize":
+        print(json.dumps({"id": message["id"], "result": {"protocolVersion": "1"}}), flush=True)
+    elif "id" in message:
+        told = [os.environ.get(name) for name in ("PYTHONPATH", "PYTHONHASHSEED", "LIGHTRLHF_USERS_PYTHONPATH")]
+        print(json.dumps({"id": message["id"], "result": {"tools": [{"name": json.dumps(told)}]}}), flush=True)
+"""
+
+
+def test_a_command_s_server_has_the_user_s_python_path(monkeypatch, tmp_path):
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:tests")
+    program = tmp_path / "server.py"
+    program.write_text(PRINTS)
+    pool = EnvPool(EnvSpec(mcp=shlex.join([sys.executable, str(program)])), 1, 20.0)
+    pool.close()
+    assert json.loads(pool.tools[0]["function"]["name"]) == [f"{tmp_path}:tests", None, None]
+
+
+def test_a_server_without_tools_is_named(tmp_path):
+    program = tmp_path / "server.py"
+    program.write_text(PRINTS.replace('"tools":', '"others":'))
+    server = shlex.join([sys.executable, str(program)])
+    with error_naming(UsageError, f"--mcp {server}: KeyError: 'tools'"):
+        McpEnv(server)
 
 
 @pytest.mark.parametrize("server", ["no-such-command", "'", "true", "http://127.0.0.1:9/mcp"])

@@ -201,6 +201,14 @@ def no_class():
     return 5
 
 
+class Fragile(Room):
+    """Cannot be made while a variable says so."""
+
+    def __init__(self):
+        if os.environ.get("SERVER_STATE") == "gone":
+            raise KeyError("SERVER_STATE")
+
+
 class Gym:
     """Gymnasium's form; a text that is a deed is done, one that is a number is the reward."""
 
