@@ -35,29 +35,47 @@ def check_loss(step: Step) -> Verdict:
     names = "loss_type, aggregation, kl_coeff"
     verdicts = []
     new = step.get("new_logprobs")
+    jumps = at_bounds(step, new)
     for field in ("loss_slopes", "loss"):
         if field in step:
             found = step.get(field).sum() if field == "loss" else step.get(field)
             if field == "loss_slopes" and found.shape != new.shape:
                 raise Missing("loss_slopes of the shape of new_logprobs")
-            meant, wrong = ({n: _formula(step, field, one, new) for n, one in part.items()} for part in (right, faults))
+            meant, wrong = (
+                {name: _formula(step, field, total, new, jumps) for name, total in totals.items()}
+                for totals in (right, faults)
+            )
             verdicts.append(judge("loss", found, Known(meant, wrong), [*meant], names))
     first = next((one for one in verdicts if one.says == WRONG), verdicts[0])
     given = ", ".join(one for one in ("loss", "loss_slopes") if one in step)
     return first if first.says == WRONG else first._replace(evidence=f"{first.evidence} ({given})")
 
 
-def _formula(step: Step, field: str, total: Total, new: Tensor) -> Formula:
+def at_bounds(step: Step, new: Tensor) -> Tensor:
+    """Where the ratio is at a bound of its range to rounding, so that the slope of the clip may be either: bool."""
+    if step.config.get("loss_type") != "clip" or "old_logprobs" not in step:
+        return torch.zeros_like(new, dtype=torch.bool)
+    mask, old = step.mask(), step.of_tokens("old_logprobs")
+    ratio = torch.where(mask, new - old, 0.0)  # (B, T), its logarithm
+    error = ROUNDINGS * step.unit * (1 + new.abs() + old.abs())
+    if step.config.get("importance_sampling_level") == "sequence":
+        ratio, error = (policy_losses.sequence_log_ratio(one, mask) for one in (ratio, error))
+    bounds = torch.tensor([1 - float(step.config["clip_low"]), 1 + float(step.config["clip_high"])]).double().log()
+    return mask & ((ratio[..., None] - bounds).abs() <= error[..., None]).any(-1)
+
+
+def _formula(step: Step, field: str, total: Total, new: Tensor, jumps: Tensor) -> Formula:
     """The value or the slopes of a loss, and how far rounding of its inputs moves them, to first order."""
     at = new.clone().requires_grad_()
     value = total(at)
     (slopes,) = torch.autograd.grad(value, at) if value.requires_grad else (torch.zeros_like(new),)
     moved = ROUNDINGS * step.unit * (1 + new.abs())  # of each log-probability
     if field == "loss_slopes":
-        return Formula(slopes, moved * (slopes.abs() + slopes.abs().max()))
+        error = moved * (slopes.abs() + slopes.abs().max())
+        return Formula(slopes, error.masked_fill(jumps, torch.inf))
     count = float((slopes != 0).sum().clamp(min=1))
-    error = count**0.5 * (float((slopes.abs() * moved).sum()) + ROUNDINGS * step.unit * float(value.detach().abs()))
-    return Formula(value.detach(), torch.tensor(error).double())
+    size = count**0.5 * (float((slopes.abs() * moved).sum()) + ROUNDINGS * step.unit * float(value.detach().abs()))
+    return Formula(value.detach(), torch.tensor(size).double())
 
 
 # ----------------------------------------------------------------------------------------------------- policy losses

@@ -106,8 +106,10 @@ def check_members(step: Step) -> Verdict:
         return Verdict("members", RIGHT, evidence=f"{len(texts)} responses, no two of a group alike")
     if step.config.get("temperature") == 0 or step.config.get("top_k") == 1:
         raise Missing("sampling with noise: temperature 0 or top_k 1 makes all responses of a prompt alike")
-    if (step.config.get("top_p") or 1.0) < 1.0 or (step.config.get("top_k") or 0) > 0:
-        raise Missing("top_p 1 and top_k 0: the chance of equal responses is not known where tokens were cut off")
+    if step.is_cut():
+        raise Missing(
+            "top_p 1, top_k 0 and min_p 0: the chance of equal responses is not known where tokens were cut off"
+        )
     name = next((one for one in ("sampler_logprobs", "old_logprobs", "new_logprobs") if one in step), None)
     if name is None:
         raise Missing("old_logprobs or sampler_logprobs, to tell what chance gives")

@@ -79,6 +79,7 @@ CONFIG: dict[str, str] = {
     "temperature": "of sampling",
     "top_p": "of sampling",
     "top_k": "of sampling",
+    "min_p": "of sampling",
     "eos_token_id": "number or list",
     "bos_token_id": "number",
     "mask_truncated": "true where responses stopped by length are not trained",
@@ -182,6 +183,11 @@ class Step:
         attended = self.attended()
         self.need("prompt_len")
         return attended & (attended.long().cumsum(1) > self.whole("prompt_len")[:, None])
+
+    def is_cut(self) -> bool:
+        """Whether tokens were sampled from a part of the vocabulary."""
+        top_p, top_k, min_p = (self.config.get(one) or 0 for one in ("top_p", "top_k", "min_p"))
+        return 0 < top_p < 1 or top_k > 0 or min_p > 0
 
     def ends(self) -> set[int]:
         """Ids that end a response. Raises: Missing."""

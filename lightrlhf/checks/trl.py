@@ -20,6 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightrlhf.maths.policy_losses import SAPO_TEMPERATURES
+
 LOSSES = {  # loss_type of TRL: ours, and its aggregation
     "grpo": ("clip", "sequence"),
     "bnpo": ("clip", "token"),
@@ -34,6 +36,7 @@ COPIED = (
     *("prompt_ids", "prompt_mask", "completion_ids", "advantages"),
     *("old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps"),
 )
+SIGNS = ("pos", "neg")  # of advantages
 HALF_DIGITS = 3  # of bfloat16 and float16
 
 
@@ -105,13 +108,16 @@ def settings(trainer: Any, inputs: Mapping[str, Any] | None = None) -> dict[str,
     """The settings of a generation, or with inputs of a pass, in our names."""
     flags, tokenizer = vars(trainer.args), trainer.processing_class
     config = {"method": "grpo", "max_new_tokens": flags["max_completion_length"], "temperature": flags["temperature"]}
-    config |= {"top_p": flags["top_p"], "top_k": flags["top_k"], "eos_token_id": tokenizer.eos_token_id}
+    config |= {"top_p": flags["top_p"], "top_k": flags["top_k"], "min_p": flags.get("min_p")}
+    ends = getattr(trainer, "eos_token_ids", None)  # of the model's generation config, where a version reads them
+    config["eos_token_id"] = tokenizer.eos_token_id if ends is None else [int(one) for one in ends]
     config["mask_truncated"] = flags.get("mask_truncated_completions", False)
     config["dtype"] = str(getattr(trainer.model, "dtype", "float32")).removeprefix("torch.")
     if inputs is None:
-        config["num_generations"] = flags["num_generations"]
-        if getattr(trainer, "multi_objective_aggregation", "sum_then_normalize") == "sum_then_normalize":
-            config["advantage"] = SCALES[str(flags["scale_rewards"])]
+        of_eval = None if getattr(trainer.model, "training", True) else flags.get("num_generations_eval")
+        config["num_generations"] = of_eval or flags["num_generations"]
+        way = getattr(trainer, "multi_objective_aggregation", "sum_then_normalize")
+        config["advantage"] = SCALES[str(flags["scale_rewards"])] if way == "sum_then_normalize" else way
         return config | {"reward_weights": trainer.reward_weights.tolist()}
     kind, config["aggregation"] = LOSSES.get(trainer.loss_type, (trainer.loss_type, trainer.loss_type))
     config |= {"loss_type": kind, "clip_low": trainer.epsilon_low, "clip_high": trainer.epsilon_high}
@@ -132,6 +138,9 @@ def settings(trainer: Any, inputs: Mapping[str, Any] | None = None) -> dict[str,
     corrected = getattr(trainer, "use_vllm", False) and getattr(trainer, "vllm_importance_sampling_correction", False)
     quantile = getattr(trainer, "top_entropy_quantile", 1.0)
     masked = getattr(trainer, "off_policy_mask_threshold", None) is not None or quantile < 1.0
-    if corrected or masked or flags.get("delta") is not None:
+    temperatures = tuple(flags.get(f"sapo_temperature_{sign}", own) for sign, own in zip(SIGNS, SAPO_TEMPERATURES))
+    softer = kind == "sapo" and temperatures != SAPO_TEMPERATURES
+    routed = getattr(trainer, "aux_loss_enabled", False)  # adds the loss of a mixture of experts
+    if corrected or masked or softer or routed or flags.get("delta") is not None:
         config["loss_type"] = f"{trainer.loss_type} with corrections"
     return config

@@ -4,10 +4,12 @@ import json
 
 import numpy as np
 import pytest
-from helpers.steps import EOS, PROMPT, RESPONSE, policy_step, sft_step
+import torch
+from helpers.steps import EOS, PROMPT, RESPONSE, float32, policy_step, sft_step
 
 from lightrlhf.check_run import check_steps
 from lightrlhf.checks.step import Step, from_rows, read_steps
+from lightrlhf.maths import ops, policy_losses
 
 
 def verdicts_of(step: Step):
@@ -113,3 +115,46 @@ def test_responses_that_begin_with_several_untrained_tokens_have_no_late_mask():
     place = np.arange(PROMPT + RESPONSE)[None]
     assert faults_of(arrays | {"loss_mask": arrays["loss_mask"] & (place > PROMPT)}, config)["mask"] == "mask one late"
     assert "mask" not in faults_of(arrays | {"loss_mask": arrays["loss_mask"] & (place > PROMPT + 1)}, config)
+
+
+def test_a_token_that_is_certain_has_a_log_probability_of_0():
+    arrays, config = policy_step()
+    certain = arrays["loss_mask"] & (np.arange(PROMPT + RESPONSE) == PROMPT)
+    arrays["old_logprobs"] = np.where(certain, 0, arrays["old_logprobs"])
+    assert faults_of(arrays, config)["logprobs"] == "missing log-probabilities read as 0"
+    others = {name: np.where(certain, -0.1, arrays[name]) for name in ("new_logprobs", "ref_logprobs")}
+    assert "logprobs" not in faults_of(arrays | others, config)
+
+
+@pytest.mark.parametrize("setting", [{"top_p": 0.9}, {"top_k": 20}, {"min_p": 0.1}, {"temperature": 0}])
+def test_a_sampler_that_had_one_token_to_choose_from_has_0(setting):
+    arrays, config = policy_step()
+    arrays["sampler_logprobs"] = arrays["old_logprobs"] * (np.arange(PROMPT + RESPONSE) != PROMPT)
+    assert faults_of(arrays, config)["logprobs"] == "missing log-probabilities read as 0"
+    assert "logprobs" not in faults_of(arrays, config | setting)
+    same = arrays | {"input_ids": arrays["input_ids"] * 0 + 7}
+    assert verdicts_of(Step(same, config | setting))["members"].says == "cannot tell"
+
+
+def slopes_of(arrays, new):
+    """The derivative of the clipped loss and its KL by log-probabilities."""
+    new = torch.from_numpy(new).double().requires_grad_()
+    mask, old, ref, advantages = (
+        torch.from_numpy(arrays[name]) for name in ("loss_mask", "old_logprobs", "ref_logprobs", "advantages")
+    )
+    losses = policy_losses.clip_loss(new, new - old, advantages[:, None], mask, 0.2, 0.28) + 0.05 * ops.kl_k3(new, ref)
+    (slopes,) = torch.autograd.grad((mask * losses).sum() / mask.sum(), new)
+    return float32(slopes)
+
+
+@pytest.mark.parametrize("side", [-1e-6, 1e-6])
+def test_a_ratio_at_the_bound_may_be_clipped_or_not(side):
+    arrays, config = policy_step()
+    del arrays["loss"]
+    first = arrays["loss_mask"] & (np.arange(PROMPT + RESPONSE) == PROMPT)
+    bound = np.where(arrays["advantages"] > 0, np.log(1.28), np.log(0.8))[:, None]
+    new = np.where(first, arrays["old_logprobs"] + bound, arrays["new_logprobs"])
+    arrays |= {"new_logprobs": new.astype(np.float32), "loss_slopes": slopes_of(arrays, new + first * side)}
+    assert verdicts_of(Step(arrays, config))["loss"].says == "right"
+    arrays["loss_slopes"] = slopes_of(arrays, new + 0.3)
+    assert "loss" in faults_of(arrays, config)

@@ -9,8 +9,8 @@ from helpers.errors import error_naming
 from helpers.steps import EOS, PROMPT, RESPONSE, SIZE, policy_step
 
 from lightrlhf.check_run import check_steps
-from lightrlhf.checks.step import read_steps
-from lightrlhf.checks.trl import record
+from lightrlhf.checks.step import Step, read_steps
+from lightrlhf.checks.trl import record, settings
 
 
 class FakeTrainer:
@@ -91,3 +91,27 @@ def test_generations_and_passes_are_recorded(tmp_path, fault):
 def test_another_trainer_is_refused(tmp_path):
     with error_naming(ValueError, "SimpleNamespace", "GRPOTrainer"):
         record(SimpleNamespace(), tmp_path)
+
+
+def test_settings_that_change_a_step_are_recorded():
+    trainer = FakeTrainer()
+    assert settings(trainer)["eos_token_id"] == EOS and settings(trainer)["num_generations"] == SIZE
+    trainer.eos_token_ids = torch.tensor([EOS, 9])
+    trainer.args.num_generations_eval = SIZE // 2
+    assert settings(trainer)["num_generations"] == SIZE
+    trainer.model.training = False
+    trainer.multi_objective_aggregation = "normalize_then_sum"
+    found = settings(trainer)
+    assert found["eos_token_id"] == [EOS, 9] and found["num_generations"] == SIZE // 2
+    arrays = trainer.arrays
+    (advantages,) = (one for one in check_steps([Step(arrays, found)]) if one.name == "advantages")
+    assert advantages.evidence == "needs a formula for advantage normalize_then_sum"
+
+
+@pytest.mark.parametrize("changed", ["", "aux_loss_enabled", "sapo_temperature_neg"])
+def test_losses_that_the_check_does_not_know_are_named_so(changed):
+    trainer = FakeTrainer()
+    trainer.loss_type, trainer.aux_loss_enabled = "sapo", changed == "aux_loss_enabled"
+    trainer.args.sapo_temperature_pos = 1.0
+    trainer.args.sapo_temperature_neg = 2.0 if changed == "sapo_temperature_neg" else 1.05
+    assert settings(trainer, {})["loss_type"] == ("sapo with corrections" if changed else "sapo")
