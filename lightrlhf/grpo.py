@@ -226,7 +226,7 @@ def train(
     num_steps = run.order.num_steps(start.rows, args.rollout_size)
     per_epoch = math.ceil(args.rollout_size * args.num_generations / args.mini_batch_size)  # updates
     model = run.setup("policy", start.policy, args.learning_rate, num_steps * args.ppo_epochs * per_epoch)
-    sampler = make_sampler(run, model, reference, start, responses=args.num_generations)
+    sampler = make_sampler(run, model, reference, start, rewards, responses=args.num_generations)
     run.keep(start.policy, start.tokenizer, rewards.state)
     measure = partial(evaluate, run, sampler, rewards, start.held_out) if start.held_out else None
 

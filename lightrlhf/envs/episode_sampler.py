@@ -13,6 +13,7 @@ Left out: episodes on servers.
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -39,6 +40,8 @@ from lightrlhf.generation.served import Request
 from lightrlhf.models.roles import Policy
 from lightrlhf.models.sharding import gather_shards
 from lightrlhf.models.tokenizer import end_ids
+from lightrlhf.rewards.rewards import Rewards
+from lightrlhf.rewards.scorers import EnvScorer
 from lightrlhf.training.run import Run
 from lightrlhf.training.start import Start
 
@@ -141,11 +144,23 @@ class EpisodeSampler(RolloutSampler):
 
 
 def make_sampler(
-    run: Run[Any], model: nn.Module, reference: nn.Module | None, start: Start[Any, Row], responses: int = 1
+    run: Run[Any],
+    model: nn.Module,
+    reference: nn.Module | None,
+    start: Start[Any, Row],
+    rewards: Rewards,
+    responses: int = 1,
 ) -> RolloutSampler:
-    """The sampler of a run: of episodes with `--env` or `--tools`, else of responses."""
-    kind = EpisodeSampler if run.args.plays_episodes else RolloutSampler
-    return kind(run, model, reference, start, responses)
+    """The sampler of a run: of episodes with `--env` or `--tools`, else of responses.
+
+    Raises: UsageError when nothing scores the episodes.
+    """
+    if not run.args.plays_episodes:
+        return RolloutSampler(run, model, reference, start, responses)
+    sampler = EpisodeSampler(run, model, reference, start, responses)
+    if not sampler.pool.gives_reward and all(isinstance(scorer, EnvScorer) for scorer in rewards.scorers):
+        raise UsageError(f"--env {run.args.env} gives no reward; add --reward_function or --rm_experiment_dir")
+    return sampler
 
 
 def open_pool(run: Run[Any]) -> Pool:
@@ -153,11 +168,13 @@ def open_pool(run: Run[Any]) -> Pool:
     args = run.args
     try:
         spec = EnvSpec(args.env, read_options(args.env_options), tuple(args.tools), args.mcp)
+        json.dumps(spec.options)
     except ValueError as problem:
         raise UsageError(str(problem)) from None
+    except TypeError as problem:
+        given = " ".join(args.env_options)
+        raise UsageError(f"--env_options {given}: give numbers, texts, lists and dicts alone ({problem})") from None
     pool = EnvPool(spec, args.env_workers, args.env_timeout)
-    if not (pool.gives_reward or args.has_rewards):
-        run.print0(f"warning: {spec.flag} gives no reward, so that episodes are scored by the given functions alone")
     run.on_end(pool.close)
     return pool
 

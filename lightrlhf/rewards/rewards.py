@@ -15,7 +15,7 @@ from lightrlhf.data.batch import Rollout
 from lightrlhf.data.scores import FAILURES, Scores
 from lightrlhf.rewards.audit import RewardAudit
 from lightrlhf.rewards.encoding import samples_of
-from lightrlhf.rewards.scorers import EnvScorer, FunctionScorer, Groups, GroupScorer
+from lightrlhf.rewards.scorers import EnvScorer, FunctionScorer, Groups, GroupScorer, has_failed
 
 
 @dataclass
@@ -24,7 +24,8 @@ class Rewards:
 
     A function returns None where its reward does not apply: the others count (as in TRL). A response is not scored if
     no reward applies, or where one failed: killed, crashed, raised, returned no finite number, or a reward model that
-    could not read it. A reward of weight 0 is only logged and its failures cost nothing.
+    could not read it. A reward of weight 0 is only logged and its failures cost nothing. An episode whose environment
+    failed is seen by no scorer, and is not scored.
     """
 
     scorers: list[GroupScorer]
@@ -78,14 +79,21 @@ class Rewards:
         return [[next(totals) for _ in group] for group in groups]
 
     def parts(self, groups: Groups) -> list[list[float | None]]:
-        """A row of R values for each response: a number, None where a reward does not apply, NaN where it failed."""
+        """A row of R values for each response: a number, None where a reward does not apply, NaN where it failed.
+
+        All are NaN for an episode whose environment failed.
+        """
         columns = []
+        failed = [has_failed(sample) for group in groups for sample in group]
+        groups = [[sample for sample in group if not has_failed(sample)] for group in groups]
         for scorer in self.scorers:
             if isinstance(scorer, FunctionScorer | EnvScorer):
-                columns.append(scorer.score([sample for group in groups for sample in group]))
+                values = scorer.score([sample for group in groups for sample in group])
             else:
-                values = [value for group in scorer(groups) for value in group]
-                columns.append([math.nan if value is None else value for value in values])
+                scores = [value for group in scorer(groups) for value in group]
+                values = [math.nan if value is None else value for value in scores]
+            known = iter(values)
+            columns.append([math.nan if missing else next(known) for missing in failed])
         return [list(row) for row in zip(*columns)]
 
     def total(self, row: Sequence[float | None]) -> float | None:

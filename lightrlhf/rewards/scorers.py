@@ -136,6 +136,12 @@ def find_complete_group(chances: Container[tuple[int, int]], lengths: Sequence[i
     return []
 
 
+def has_failed(sample: Sample) -> bool:
+    """Whether it is an episode whose environment failed, which no scorer is to see: it may have no answer."""
+    facts = sample.columns.get("episode")
+    return isinstance(facts, dict) and bool(facts.get("fault"))
+
+
 class EnvScorer:
     """What the environment of an episode gave it: the column `episode` of `generation.episodes`."""
 
@@ -143,9 +149,8 @@ class EnvScorer:
         return [self.score(group) for group in groups]
 
     def score(self, samples: Sequence[Sample]) -> list[float | None]:
-        """Its numbers; None where it gives no reward, NaN where it failed, so that no other reward counts either."""
-        facts = [sample.columns["episode"] for sample in samples]
-        return [math.nan if one["fault"] else one["score"] for one in facts]
+        """Its numbers; None where it gives no reward."""
+        return [sample.columns["episode"]["score"] for sample in samples]
 
 
 @dataclass
@@ -233,8 +238,10 @@ def as_seen(sample: Sample, takes_messages: bool) -> Response:
 
 def score_rollout(scorer: GroupScorer, rollout: Rollout) -> Tensor:
     """Scores (B,) of a rollout's responses by one scorer, NaN where missing."""
-    scores = [math.nan if score is None else score for (score,) in scorer([[one] for one in samples_of(rollout)])]
-    return torch.tensor(scores)
+    samples = samples_of(rollout)
+    scores = iter(scorer([[one] for one in samples if not has_failed(one)]))
+    known = [None if has_failed(one) else next(scores)[0] for one in samples]
+    return torch.tensor([math.nan if score is None else score for score in known])
 
 
 def score_rows(scorer: GroupScorer, rows: Sequence[Row]) -> list[list[float | None]]:

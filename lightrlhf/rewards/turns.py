@@ -42,7 +42,7 @@ def advantages(
 
 def returns_to_go(rollout: Rollout, scores: Scores, total: Tensor, num_turns: int) -> Tensor:
     """Scores without the environment's rewards before each turn, 0 of turns after the end: (B, num_turns)."""
-    weight = float(scores.weights[scores.names.index("env")])
+    weight = float(scores.weights[-1])  # of the environment, which comes last
     returns = torch.zeros(len(rollout), num_turns)
     for row, columns in enumerate(rollout.columns):
         facts = columns["episode"]

@@ -238,6 +238,17 @@ def test_what_is_not_made_for_episodes_is_refused_by_name(given, facts):
         agent_args(**given)
 
 
+def test_an_environment_without_a_reward_needs_another_one(monkeypatch, tmp_path):
+    monkeypatch.setattr(episode_sampler, "open_pool", lambda run: LocalPool(Game, gives_reward=False))
+    with error_naming(UsageError, "--env helpers.episodes:Told gives no reward", "--reward_function"):
+        trained(KEEPS, tmp_path)
+
+
+def test_an_option_that_another_process_cannot_be_told_is_refused(tmp_path):
+    with error_naming(UsageError, "--env_options sizes={1, 2}", "set"):
+        trained(KEEPS, tmp_path, env_options=["sizes={1, 2}"])
+
+
 def test_a_tokenizer_without_a_chat_template_is_refused(pools, tokenizer, tmp_path):
     model = tiny_model("llama", vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id)
     args = agent_args(log_dir=str(tmp_path), max_steps=1)

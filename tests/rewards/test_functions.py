@@ -8,6 +8,7 @@ import subprocess
 import sys
 from decimal import Decimal
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import psutil
@@ -22,12 +23,16 @@ from lightrlhf.cli.errors import RunFailure, UsageError
 from lightrlhf.cli.fields import check_args
 from lightrlhf.cli.functions import check_columns, load_function
 from lightrlhf.cli.groups import RewardArgs
+from lightrlhf.data.scores import Scores
 from lightrlhf.data.tokens import encode_prompt, encode_response
+from lightrlhf.rewards.audit import RewardAudit
 from lightrlhf.rewards.encoding import Sample
 from lightrlhf.rewards.functions import Response, call_function
 from lightrlhf.rewards.loading import load_rewards
 from lightrlhf.rewards.rewards import Rewards
-from lightrlhf.rewards.scorers import FunctionScorer
+from lightrlhf.rewards.scorers import EnvScorer, FunctionScorer
+from lightrlhf.rewards.turns import returns_to_go
+from lightrlhf.training.ranks import LocalRanks
 
 NAN = math.nan
 
@@ -245,6 +250,30 @@ def test_none_leaves_the_others_but_a_failure_or_no_reward_at_all_is_no_score():
     assert of("none", "none") is None and of("nan", "one") is None
     logged = Rewards([], ("a", "b"), torch.tensor([1.0, 0.0]))
     assert logged.total([3.0, NAN]) == 3.0 and logged.total([None, 1.0]) is None
+
+
+def test_an_episode_that_failed_is_seen_by_no_scorer_and_not_scored_whatever_the_weights(tokenizer):
+    def strict(prompts, completions, episode, **columns):
+        assert not any(one["fault"] for one in episode)
+        return [2.0] * len(prompts)
+
+    given = SimpleNamespace(audit_function="helpers.rewards:vowels", reward_timeout=0.0)
+    scorer, audit = FunctionScorer(strict), RewardAudit(given, LocalRanks())
+    audit.scorer = scorer
+    of = Rewards([scorer, EnvScorer()], ("strict", "env"), torch.tensor([1.0, 0.0]), audit)
+    columns = [{"episode": {"fault": fault, "score": 1.0}} for fault in (None, "errors")]
+    found = of_texts(of, tokenizer, " Sure.", " No.", columns=columns)
+    expected = {"total": [2.0, NAN], "parts": [[2.0, 1.0], [NAN, NAN]], "audit": [2.0, NAN]}
+    for name, values in expected.items():
+        torch.testing.assert_close(getattr(found, name), torch.tensor(values), equal_nan=True)
+
+
+def test_credit_by_turn_has_the_weight_of_the_environment_not_of_a_function_of_its_name(tokenizer):
+    columns = [{"episode": {"turns": 2, "rewards": [1.0, 1.0]}}]
+    rollout = rollout_of([[5]], [[6]], tokenizer.pad_token_id, columns=columns, tokenizer=tokenizer)
+    total, weights = torch.tensor([5.0]), torch.tensor([10.0, 2.0])
+    found = Scores(total=total, parts=torch.zeros(1, 2), names=("env", "env_2"), weights=weights)
+    assert returns_to_go(rollout, found, total, 2).tolist() == [[5.0, 3.0]]
 
 
 def test_names_are_unique_and_none_is_that_of_a_count():
