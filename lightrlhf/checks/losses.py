@@ -178,8 +178,11 @@ def with_empty_rows(step: Step, name: str, way: Way, ways: dict[str, Way]) -> tu
         both = {"": 1.0, ", empty rows counted": share}
         meant = {name + end: way._replace(weights=way.weights * scale) for end, scale in both.items()}
         ways = {n + end: w._replace(weights=w.weights * scale) for end, scale in both.items() for n, w in ways.items()}
-    meant_totals, totals = ({n: partial(total_of, w) for n, w in part.items()} for part in (meant, ways))
-    return meant_totals, totals
+
+    def totals(part: dict[str, Way]) -> dict[str, Total]:
+        return {name: partial(total_of, one) for name, one in part.items()}
+
+    return totals(meant), totals(ways)
 
 
 def weights_of(step: Step, mask: Tensor, aggregation: str) -> Tensor:
