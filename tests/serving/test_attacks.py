@@ -191,8 +191,14 @@ def test_health_is_answered_all_along_while_a_prompt_of_4_mb_is_read(server):
 def test_a_full_queue_is_a_429_with_a_time(server, engine, monkeypatch):
     monkeypatch.setattr(handling, "MOST_WAITING", 3)
     body = {**GOOD, "max_tokens": 240, "n": 4, "ignore_eos": True}
-    clients = [server.open(body) for _ in range(12)]
-    wait_until(lambda: engine.scheduler.num_waiting() >= 3)
+    clients = []
+
+    def is_full() -> bool:
+        """Whether three wait; requests that have ended meanwhile are replaced."""
+        clients.append(server.open(body))
+        return engine.scheduler.num_waiting() >= 3
+
+    wait_until(is_full)
     refused = server.ask(GOOD)
     assert refused.status_code == 429 and refused.json()["error"]["type"] == "RateLimitError"
     assert 1 <= int(refused.headers["Retry-After"]) <= 60

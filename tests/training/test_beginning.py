@@ -274,7 +274,7 @@ def test_of_a_large_file_pieces_are_read_from_its_first_to_its_last_byte(tmp_pat
 def test_every_text_flag_of_a_training_program_is_a_source_or_known_to_be_none():
     """So that a new flag that names a model or a function is not forgotten."""
     read = {*MODELS, *FUNCTIONS, "model_name", "sft_experiment_dir", "data_dir"}
-    others = {"accelerator", "audit_function", "base_url", "experiment_name", "keep_best", "log_dir"}
+    others = {"accelerator", "audit_function", "base_url", "experiment_name", "keep_best", "log_dir", "mcp"}
     others |= {"lora_targets", "output_dir", "parser", "push_to_hub", "rapo", "resume_from", "rollout_server"}
     others |= {"estimator", "teacher_column", "teacher_server"}
     others |= {"privileged_column", "stop_strings", "wandb_project", *SAME}
