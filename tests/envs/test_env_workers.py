@@ -49,7 +49,7 @@ FAILING = {"raise", "raise_without_text", "recurse", "memory", "cancelled", "exc
 FAILING |= {"unsayable", "nested", "circle"}  # results that are not texts
 
 
-@pytest.mark.slow
+@pytest.mark.attack
 def test_a_hostile_tool_is_an_observation_and_the_episode_goes_on():
     wrong = {}
     with pool_of(EnvSpec(tools=(f"{HOSTILE}:hostile", f"{HOSTILE}:echo"))) as pool:
@@ -63,6 +63,7 @@ def test_a_hostile_tool_is_an_observation_and_the_episode_goes_on():
             kind = "tool_timeouts" if deed in LATE else "tool_crashes" if deed in GONE else "tool_errors"
             failed = deed in LATE | GONE | FAILING
             counts = {"calls": 1} | ({"failed_calls": 1, kind: 1} if failed else {})
+            assert isinstance(answer, Answer), (deed, answer)
             (message,) = answer.messages
             said = {"role": "tool", "name": "hostile", "tool_call_id": "c0", "content": message["content"]}
             told = message["content"].startswith("error: ") == failed and len(message["content"].encode()) <= 100_000
