@@ -121,7 +121,7 @@ def run(args: EstimateArgs) -> dict[str, float]:
 
 # ------------------------------------------------------------------------------------------------------------ the model
 def config_of(args: EstimateArgs, flag: Literal["model_name", "teacher"] = "model_name") -> Any:
-    """The Hugging Face config of a flag's model. Raises: UsageError when there is none, or it is a reward model's."""
+    """The Hugging Face config of a flag's model. Raises: UsageError without a config, and for a reward model."""
     from transformers import AutoConfig
 
     names.quiet_libraries()

@@ -13,7 +13,7 @@ from lightrlhf.checks.data_rows import Item, Text, runs_of
 from lightrlhf.checks.template_marks import Headers, Marks, is_blank, is_gap
 
 PAGE = "howto/check_run.md"
-OPEN = "open end"  # of a row: whether its end token is missing or cut off is told by the lengths of all rows
+OPEN = "open end"  # a row without an end token; the lengths of all rows decide whether it was cut
 
 
 class Fault(NamedTuple):

@@ -12,8 +12,8 @@
 Type hints and docstring become the schema that the chat template shows, by transformers' `get_json_schema`. A tool may
 be `async`: the calls of a turn are then awaited together. Results stand in the order of the calls.
 
-Mistakes of a call are told to the policy, and counted by kind: an unknown tool, arguments that do not fit, an
-exception of the tool. A long result keeps its head and tail.
+The policy reads the error of a failed call: an unknown tool, arguments that do not fit, an exception of the tool.
+Errors are counted by kind. A long result keeps its head and tail.
 
 Left out: results that are pictures, and schemas for what hints cannot say.
 """

@@ -1,9 +1,9 @@
-"""Evidence that may be looked at at any time: e-values by betting (Waudby-Smith and Ramdas 2024, 2010.09686).
+"""Anytime-valid tests of a mean: e-values by betting (Waudby-Smith and Ramdas 2024, 2010.09686).
 
-A bettor starts with 1 and stakes a part of it on each next difference being above 0. While the mean is at most 0, the
-wealth is expected never to grow, so by Ville's inequality it ever reaches 1/a with a probability of at most a, however
-often it is looked at and for whatever reason one stops. Intervals lack this: looked at after every pair, those of 95%
-exclude the truth much more often than in 5% of comparisons.
+A bettor starts with a wealth of 1 and stakes a part of it on each next difference being above 0. If the mean is at most
+0, the wealth is a supermartingale. By Ville's inequality the probability that it ever reaches 1/a is at most a, so the
+test may be read after every pair and stopped at any time (optional stopping). A 95% interval that is read after every
+pair excludes the truth in more than 5% of comparisons.
 """
 
 from __future__ import annotations

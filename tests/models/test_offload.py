@@ -83,7 +83,7 @@ def bases(base_model, tmp_path_factory, tokenizer):
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 @pytest.mark.parametrize("kind", ["published", "trained"])
 def test_kl_is_0_at_the_start_where_bfloat16_has_the_weights(kind, precision, bases, cafe_data, tmp_path):
-    """And the run is that of float32 there, bit by bit."""
+    """The run also equals the float32 run bit by bit."""
     given = f"--precision={precision}", LENGTH
     plain = run(ppo, bases[kind], cafe_data, tmp_path / "a", *given)
     held = run(ppo, bases[kind], cafe_data, tmp_path / "b", *given, "--base_dtype=bfloat16")

@@ -130,7 +130,7 @@ def test_the_expected_gradient_of_an_estimator_is_that_of_its_objective(flags, o
 
 @pytest.mark.parametrize("flags", SETTINGS, ids=str)
 def test_weights_between_sampler_and_trainer_give_the_trainer_s_gradient(flags):
-    """Of a response the whole one; of tokens that of prefixes as the sampler draws them, at the first update."""
+    """Weights of responses give the whole gradient; weights of tokens keep the sampler's prefixes. First update."""
     args = TeacherArgs(teacher="x", **flags)
     student, teacher, old, sampler = Table(1), Table(2), Table(3), Table(4)
     by_response, by_token = torch.zeros_like(student.logits), torch.zeros_like(student.logits)
