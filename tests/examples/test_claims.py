@@ -8,6 +8,7 @@ from helpers import ROOT
 from helpers.errors import error_naming, refused
 
 from examples.experiments import (
+    agents,
     claims,
     critic_free_cafe,
     distilled_cafe,
@@ -134,6 +135,7 @@ ARMS = {
     "grpo_switches": grpo_switches.ARMS,
     "critic_free_cafe": critic_free_cafe.METHODS,
     "distilled_cafe": distilled_cafe.ARMS,
+    "agents": agents.ARMS,
     "real_reasoning": real_reasoning.ARMS,
     "unit_tests": unit_tests.ARMS,
 } | {f"reflect_rl_{task}": reflect_rl.ARMS | reflect_rl.CONTROLS for task in reflect_rl.TASKS}

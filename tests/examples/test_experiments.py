@@ -16,6 +16,7 @@ from helpers.errors import error_naming, refused
 from helpers.pages import args_class
 
 from examples.experiments import (
+    agents,
     cafe_methods,
     critic_free_cafe,
     distilled_cafe,
@@ -218,7 +219,7 @@ FLAGS = {
         *(quickstart.SFT, hidden_map.SFT, macro_actions.LETTER_SFT | macro_actions.QUIET, reward_hack.SFT),
         *(reasoning.BASE_SFT, reasoning.SFT, reasoning.RAFT, grpo_switches.SFT),
         *(real_reasoning.FORMAT, real_reasoning.RAFT, real_dialogues.SFT, unit_tests.SFT),
-        *(distilled_cafe.STUDENT_SFT, distilled_cafe.ARMS["SFT on the teacher"][1]),
+        *(agents.SFT, distilled_cafe.STUDENT_SFT, distilled_cafe.ARMS["SFT on the teacher"][1]),
     ],
     "lightrlhf.rm": [quickstart.RM, real_dialogues.RM],
     "lightrlhf.ppo": [
@@ -230,6 +231,7 @@ FLAGS = {
         *(cafe_methods.COMMON, cafe_methods.METHODS["GRPO"].flags, cafe_methods.METHODS["RLOO"].flags),
         *(grpo_switches.GRPO, *grpo_switches.ARMS.values()),
         *(reward_hack.GRPO | reward_hack.QUIET, reasoning.GRPO, real_reasoning.GRPO, real_dialogues.GRPO),
+        *agents.ARMS.values(),
     ],
     "lightrlhf.distill": [distilled_cafe.ARMS[f"distill, {name}"][1] for name in ("position", "sequence")],
     "lightrlhf.dpo": [online_cafe.DPO, real_dialogues.DPO],
