@@ -7,14 +7,18 @@ A row of the rollout has ids that the policy read and sampled; its actions are t
 has several rows where the chat template rewrites history, and then the column `episode`. Each has the whole dialogue as
 `messages` and what happened as `episode` among its columns, for reward functions and logs.
 
-Left out: episodes on servers.
+With `--rollout_server` servers sample the turns, by the same ids and noise.
+
+Left out: turns by older weights, and keys and values that a server keeps from turn to turn.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -34,7 +38,7 @@ from lightrlhf.generation.dialogues import max_positions
 from lightrlhf.generation.engine import Completions, generate
 from lightrlhf.generation.episode_env import Message
 from lightrlhf.generation.episodes import Episode, Limits, Pool, check_template, play
-from lightrlhf.generation.rollout import make_rollout, rounds_otherwise, score_logprobs
+from lightrlhf.generation.rollout import make_rollout, measure_gap, refuse_gap, rounds_otherwise, score_logprobs
 from lightrlhf.generation.rollout_sampler import RolloutSampler
 from lightrlhf.generation.served import Request
 from lightrlhf.models.roles import Policy
@@ -72,7 +76,8 @@ class EpisodeSampler(RolloutSampler):
         args = run.args
         tokens = args.max_episode_tokens or args.max_turns * args.max_new_tokens
         lengths = args.max_new_tokens, args.max_observation_tokens
-        self.limits = Limits(args.max_turns, tokens, max_positions(self.policy), *lengths)
+        positions = min(max_positions(self.policy), self.served.room() if self.served else math.inf)
+        self.limits = Limits(args.max_turns, tokens, positions, *lengths)
 
     def sample_held_out(self, rows: Sequence[Row]) -> Rollout:
         """An episode from each of the first held-out prompts, by the same seeds and noise each time."""
@@ -98,33 +103,49 @@ class EpisodeSampler(RolloutSampler):
             )
             for i in own
         ]
-        with self.run.autocast(), gather_shards(self.policy):
+        with self.run.autocast(), nullcontext() if self.served else gather_shards(self.policy):
             removed = play(episodes, self.pool, self._sample, self.tokenizer, self.limits)
+            while self.served and self.served.sample_any(Request([], self._noise([]))):  # other ranks play on
+                pass
             rollout = self._rollout(episodes, removed)
+        if self.served:
+            refuse_gap(self.served, rollout)
         self._warn(episodes)
         group = torch.tensor([groups[i] for i in own], dtype=torch.int64)[rollout.group]
         return dataclasses.replace(rollout, group=group, num_groups=self._num_groups)
 
     def _sample(self, episodes: Sequence[Episode], plans: Sequence[Plan]) -> Completions:
-        """The next turn of each episode, behind the keys and values of its last prompt."""
+        """The next turn of each episode, here behind the keys and values of its last prompt."""
         args, prefixes = self.run.args, [one.prefix for one in episodes]
-        noise = [seeded_noise(mix_seed(one.num_turns, start=one.noise), args.max_new_tokens) for one in episodes]
+        prompts, noise = [plan.ids for plan in plans], self._noise(episodes)
+        if self.served and (answered := self.served.sample_any(Request(prompts, noise))):
+            return answered
         ends = end_ids(self.tokenizer, self.policy.model)
-        settings = ends, torch.stack(noise), args.rollout_mini_batch_size, self.tokenizer, prefixes
+        settings = ends, noise, args.rollout_mini_batch_size, self.tokenizer, prefixes
         try:
-            sampled = generate(self.policy, [plan.ids for plan in plans], args, *settings)
+            sampled = generate(self.policy, prompts, args, *settings)
         except NotFinite as problem:
             raise NotFinite(str(problem), rows=[episodes[i].prompt["row"] for i in problem.indices]) from None
         for one, prefix in zip(episodes, prefixes):
             one.prefix = prefix
         return sampled
 
+    def _noise(self, episodes: Sequence[Episode]) -> Tensor:
+        """Uniform numbers of the next turn of each episode: (B, max_new_tokens)."""
+        shape = len(episodes), self.run.args.max_new_tokens
+        seeds = [mix_seed(one.num_turns, start=one.noise) for one in episodes]
+        return torch.stack([seeded_noise(seed, shape[1]) for seed in seeds]) if seeds else torch.empty(shape)
+
     def _rollout(self, episodes: Sequence[Episode], removed: float) -> Rollout:
         """The rows of episodes; `group` is the number of each one's episode here."""
         args = self.run.args
         settings = args.temperature, args.rollout_mini_batch_size
         batch, turn, contexts = episode_batch(episodes, self.tokenizer.pad_token_id)
-        if rounds_otherwise(self.policy):
+        if self.served:
+            with gather_shards(self.policy):
+                scored = score_logprobs(self.model, batch, *settings)  # (B, T-1)
+            batch = measure_gap(batch, scored, args.sampling_correction)
+        elif rounds_otherwise(self.policy):
             batch.logprobs = score_logprobs(self.model, batch, *settings)
         assert batch.episode is not None
         sampled = Completions([], [], [is_cut(episodes[i]) for i in batch.episode.tolist()], removed)

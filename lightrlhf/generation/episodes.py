@@ -12,8 +12,8 @@ An episode ends by a stop reason:
     env_crashed, env_timeout   a call of the policy took the environment's process down
     fault                      the environment's own side failed: there is no reward, which is never 0
 
-Left out: episodes that move on one by one, servers, compaction of a context that is full, and reasoning in replies to
-an environment without tools.
+Left out: episodes that move on one by one, compaction of a context that is full, and reasoning in replies to an
+environment without tools.
 """
 
 from __future__ import annotations

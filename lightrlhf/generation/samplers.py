@@ -61,10 +61,8 @@ class ServedSampler:
 
     def __call__(self, prompts: Sequence[list[int]], noise: Tensor) -> Completions | None:
         """As `Sampler`."""
-        if not self.served.ranks.total(len(prompts)):
-            return None
-        completions, _ = self.served.sample(Request(list(prompts), noise))
-        if self.checked != self.served.step and is_whole(self.served.args):
+        completions = self.served.sample_any(Request(list(prompts), noise))
+        if completions is not None and self.checked != self.served.step and is_whole(self.served.args):
             self._check(prompts, completions)
             self.checked = self.served.step
         return completions

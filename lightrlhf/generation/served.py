@@ -10,6 +10,7 @@ Left out: an age of more than one step, and rollouts that are cut and continued 
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -108,6 +109,15 @@ class ServedPolicy:
         mine = slice(start, start + len(request.prompts))
         columns = (completions.responses[mine], completions.logprobs[mine], completions.truncated[mine])
         return Completions(*columns, removed_mass=0.0), self.step - step
+
+    def sample_any(self, request: Request) -> Completions | None:
+        """The responses to a request, of which a rank may have none; None when no rank has a prompt."""
+        return self.sample(request)[0] if self.ranks.total(len(request.prompts)) else None
+
+    def room(self) -> float:
+        """Tokens of a prompt and its response that all servers have positions for."""
+        limits = self._on_first(lambda: [settings.get("max_model_len") for _, settings in self.servers.settings()])
+        return min((limit for limit in limits if type(limit) is int), default=math.inf)
 
     def diagnose(self, rollout: SampledBatch, limit: float) -> str:
         """Likely causes of a gap between servers and trainer, and remedies; limit: KL per token."""

@@ -10,7 +10,8 @@ from lightrlhf.cli.lists import pairs
 
 # what is not made for episodes of several turns
 NOT_YET: dict[str, Any] = {
-    "rollout_server": ...,
+    "max_staleness": ...,
+    "sampling_correction": ("sequence_truncate", "sequence_mask"),
     "tensor_parallel": ...,
     "resample_rounds": ...,
     "teacher_coeff": ...,
