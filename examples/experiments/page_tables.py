@@ -8,8 +8,11 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import combinations
 
+from examples.experiments.agents import ARMS as AGENTS
+from examples.experiments.agents import bounds, end
 from examples.experiments.cafe_methods import METHODS
 from examples.experiments.claim_list import COMPARED, LIMIT, MATCHED, SWITCHES, TOKEN, column, rollouts
+from examples.experiments.estimators import ANSWERS, CREDIT, PLACES, SEEDS, exact
 from examples.experiments.readings import Curve, Read, at_equal_kl, at_equal_samples_and_time, compare, each
 from examples.experiments.records import KEPT, Row, best_rate, common_seeds, kept_rows
 from examples.experiments.stats import interval, log_rank, paired, pairing, restricted, shown, shown_gap
@@ -423,6 +426,37 @@ def reflect(task: str) -> str:
     return markdown(("arm", "n", "RL", "sampled", "greedy", *names, "s"), table)
 
 
+def credits_of_turns() -> str:
+    """Mean of the gradient's first coordinate, the exact one beside, and total variance by each credit."""
+    table = []
+    for place in PLACES:
+        of_arm = by_arm("estimators", CREDIT, setting=place).values()
+        means = [[row["mean"][0] for row in rows] for rows in of_arm]
+        variances = [[row["variance"] for row in rows] for rows in of_arm]
+        known = short(f"{exact(place)[0]:.3f}")
+        table.append((f"rewards {place}: gradient, turn 1", known, *(short(over_seeds(one)) for one in means)))
+        table.append(("variance", "", *(short(over_seeds(one, 4)) for one in variances)))
+    return markdown(("", "exact", *CREDIT), table)
+
+
+def seeds_of_groups() -> str:
+    """How many times more variance a seed for each member has than one for the group."""
+    table = []
+    for policy in ANSWERS:
+        one, each_own = by_arm("estimators", SEEDS, setting=policy).values()
+        ratios = [[own[name] / of[name] for of, own in zip(one, each_own)] for name in ("advantages", "variance")]
+        table.append((policy, *(short(over_seeds(values, 2)) for values in ratios)))
+    return markdown(("variance, a seed each over one seed", "advantages", "gradient"), table)
+
+
+def agents() -> str:
+    """Share of right episodes at the end of each arm that has rows."""
+    of_arm = by_arm("agents", AGENTS)
+    table = [(arm, str(len(rows)), short(over_seeds([end(row) for row in rows]))) for arm, rows in of_arm.items()]
+    table += [(f"guess: {name}", "", short(f"{value:.3f}")) for name, value in bounds().items()]
+    return markdown(("", "n", "right"), table)
+
+
 def earlier(name: str) -> str:
     """A table of earlier runs, of which no rows were kept."""
     stored = EARLIER[name]
@@ -453,5 +487,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "without a critic, seeds": critic_free_seeds,
     "switches": grpo_switches,
     **{f"switches, {title}": partial(grpo_switch, title) for title in SWITCHES},
+    "credit": credits_of_turns,
+    "seeds of groups": seeds_of_groups,
+    "agents": agents,
     **{name: partial(earlier, name) for name in EARLIER},
 }

@@ -12,6 +12,7 @@ from examples.experiments import (
     claims,
     critic_free_cafe,
     distilled_cafe,
+    estimators,
     grpo_switches,
     hidden_map,
     macro_actions,
@@ -42,7 +43,7 @@ def rows_of(scores: dict[str, list[float]], **columns: str) -> list[dict]:
 
 def test_the_pages_are_those_of_the_rows():
     made = claims.pages()
-    assert made.keys() == {ROOT / "howto" / "results.md"}
+    assert made.keys() == {ROOT / "howto" / name for name in ("agents.md", "results.md")}
     for path, text in made.items():
         assert path.read_text(encoding="utf-8") == text, f"{path}: make claims"
         assert {*re.findall(r"<!-- (?:end of )?rows: (.*) -->", text)} <= claims.tables().keys()
@@ -136,6 +137,7 @@ ARMS = {
     "critic_free_cafe": critic_free_cafe.METHODS,
     "distilled_cafe": distilled_cafe.ARMS,
     "agents": agents.ARMS,
+    "estimators": [*estimators.CREDIT, *estimators.SEEDS],
     "real_reasoning": real_reasoning.ARMS,
     "unit_tests": unit_tests.ARMS,
 } | {f"reflect_rl_{task}": reflect_rl.ARMS | reflect_rl.CONTROLS for task in reflect_rl.TASKS}
