@@ -6,12 +6,14 @@ Input is a step as arrays (`lightrlhf/checks/step.py` has the schema; all fields
 ours, whose rollouts, first metrics and checkpoints are read; `lightrlhf.checks.trl` records TRL's steps. From the
 arrays alone: which tokens the loss counts, responses of a group that are one text, log-probabilities that cannot be,
 the ratio at the first pass, rewards to advantages, the KL term, and the loss of PPO, GRPO, DPO and SFT, each token's
-weight included. Where numbers do not fit the formula that the settings name, the known formula or fault that fits them
-is named. `--follow True` looks at the curves instead: equal groups, truncation, KL, reward against audit. Tolerances
-are the rounding of the numbers, never a tuned threshold. Exits with status 1 when a check is wrong.
+weight included. Of a recorded step also: rows against the data set and its template, batches against each row by
+itself, samples against the policy, what the optimiser changed, its learning rate, and the reference. Where numbers do
+not fit the formula that the settings name, the known formula or fault that fits them is named. `--follow True` looks at
+the curves instead: equal groups, truncation, KL, reward against audit. Tolerances are the rounding of the numbers,
+never a tuned threshold. Exits with status 1 when a check is wrong.
 
-Left out: log-probabilities recomputed with the weights, gradients and optimiser states, text against a chat template
-(`lightrlhf check_data`), and dumps of verl, prime-rl and OpenEnv. A loss of one's own is only said to differ.
+Left out: log-probabilities recomputed with the weights, text against a chat template (`lightrlhf check_data`), and
+dumps of verl, prime-rl and OpenEnv. A loss of one's own is only said to differ.
 """
 
 from __future__ import annotations
@@ -23,10 +25,13 @@ from dataclasses import dataclass
 from lightrlhf.checks.advantages import check_advantages
 from lightrlhf.checks.curves import diagnose, read_curves
 from lightrlhf.checks.logprobs import check_kl, check_logprobs, check_ratio
-from lightrlhf.checks.losses import check_loss, check_pairs
-from lightrlhf.checks.masks import check_mask, check_members
+from lightrlhf.checks.losses import check_loss
+from lightrlhf.checks.masks import check_mask, check_members, check_texts
+from lightrlhf.checks.pairs import check_pairs
+from lightrlhf.checks.passes import check_passes, check_samples
 from lightrlhf.checks.runs import check_run_files, read_run
 from lightrlhf.checks.step import Missing, Step, read_steps
+from lightrlhf.checks.updates import check_rate, check_reference, check_update
 from lightrlhf.checks.verdicts import CANNOT_TELL, RIGHT, WRONG, Verdict, is_wrong, show, write
 from lightrlhf.cli.errors import one_line_errors
 from lightrlhf.cli.fields import Args, check_args, flag
@@ -35,14 +40,20 @@ from lightrlhf.storage.destinations import check_output
 from lightrlhf.storage.run_dir import is_experiment_dir
 
 CHECKS: dict[str, Callable[[Step], Verdict]] = {
+    "texts": check_texts,
     "mask": check_mask,
     "members": check_members,
     "pairs": check_pairs,
     "logprobs": check_logprobs,
+    "passes": check_passes,
+    "samples": check_samples,
     "ratio": check_ratio,
     "advantages": check_advantages,
     "kl": check_kl,
     "loss": check_loss,
+    "update": check_update,
+    "rate": check_rate,
+    "reference": check_reference,
 }
 
 

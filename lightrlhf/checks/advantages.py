@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lightrlhf.checks.fitting import ROUNDINGS, Formula, Known, fits, judge
 from lightrlhf.checks.step import Missing, Step
-from lightrlhf.checks.verdicts import WRONG, Verdict
+from lightrlhf.checks.verdicts import RIGHT, WRONG, Verdict
 from lightrlhf.maths import groups, ops
 
 EPS = 1e-4  # the largest that trainers add to a deviation (TRL); 1e-6 and 1e-8 are usual, too
@@ -18,6 +18,8 @@ def check_advantages(step: Step) -> Verdict:
     """Of groups, or by GAE where the settings say so."""
     if step.config.get("advantage") == "gae":
         return check_gae(step)
+    if "given_advantages" in step and "rewards" not in step:
+        return check_kept(step)
     step.need("advantages", "rewards", "group")
     found, scores, group = row_advantages(step), step.scores(), step.whole("group")
     if step.config.get("kl_placement") == "reward" and step.config.get("kl_coeff"):
@@ -36,6 +38,23 @@ def check_advantages(step: Step) -> Verdict:
     kind = expected or next((name for name, one in meant.items() if fits(found, one)), "std")
     faults = faults_of(step, kind, found, scores, group)
     return judge("advantages", found, Known(meant, faults), [expected] if expected else [], "advantage")
+
+
+def check_kept(step: Step) -> Verdict:
+    """Advantages of a pass are those that its rows got when they were sampled."""
+    found, given = row_advantages(step), step.get("given_advantages")
+    other = (found != given).nonzero()[:, 0].tolist()
+    if not other:
+        return Verdict("advantages", RIGHT, evidence="as when the rows were sampled")
+    row = other[0]
+    evidence = f"row {row}: found {float(found[row]):.6g}, sampled with {float(given[row]):.6g}"
+    evidence += f"; {len(other)} of {len(found)} differ"
+    if bool((found == -given).all()):
+        return Verdict("advantages", WRONG, "sign", evidence, (), "advantages")
+    causes = ("rows misaligned", "shuffled without their rows", "changed after they were made")
+    is_moved = found.sort().values.equal(given.sort().values)
+    fault = "rows misaligned" if is_moved else "advantages changed after sampling"
+    return Verdict("advantages", WRONG, fault, evidence, causes, "advantages")
 
 
 def row_advantages(step: Step) -> Tensor:

@@ -14,10 +14,12 @@ import torch
 from torch import Tensor
 
 from lightrlhf.checks.fitting import ROUNDINGS, Formula, Known, judge
+from lightrlhf.checks.pairs import pair_totals
 from lightrlhf.checks.step import Missing, Step
-from lightrlhf.checks.verdicts import RIGHT, WRONG, Verdict
-from lightrlhf.maths import ops, policy_losses, preference
+from lightrlhf.checks.verdicts import WRONG, Verdict
+from lightrlhf.maths import ops, policy_losses
 
+UNEXPLAINED = 0.02  # share of a gradient; rounding leaves less
 Total = Callable[[Tensor], Tensor]  # log-probabilities (B, T), or their sums (B,), to the loss
 
 
@@ -35,12 +37,16 @@ def check_loss(step: Step) -> Verdict:
     names = "loss_type, aggregation, kl_coeff"
     verdicts = []
     new = step.get("new_logprobs")
+    if (odd := other_targets(step)) is not None:
+        return odd
     jumps = at_bounds(step, new)
     for field in ("loss_slopes", "loss"):
         if field in step:
             found = step.get(field).sum() if field == "loss" else step.get(field)
             if field == "loss_slopes" and found.shape != new.shape:
                 raise Missing("loss_slopes of the shape of new_logprobs")
+            if field == "loss_slopes":
+                jumps, found = jumps | found.isnan(), found.nan_to_num(0.0)
             meant, wrong = (
                 {name: _formula(step, field, total, new, jumps) for name, total in totals.items()}
                 for totals in (right, faults)
@@ -64,12 +70,27 @@ def at_bounds(step: Step, new: Tensor) -> Tensor:
     return mask & ((ratio[..., None] - bounds).abs() <= error[..., None]).any(-1)
 
 
+def other_targets(step: Step) -> Verdict | None:
+    """A fault where the gradient of the loss is not along log-probabilities of the trained tokens."""
+    if "unexplained" not in step or not bool((step.get("unexplained") > UNEXPLAINED).any()):
+        return None
+    rest = step.get("unexplained")
+    row, token = divmod(int(rest.argmax()), rest.shape[1])
+    evidence = f"row {row} token {token}: {float(rest.max()):.0%} of the gradient is along no log-probability of it"
+    names = {0: "labels not shifted", 2: "labels shifted twice"}
+    fit = [names[one] for one in step.config.get("slope_targets") or [] if one in names]
+    causes = ("labels of other tokens", "another term in the loss")
+    return Verdict("loss", WRONG, fit[0] if fit else "loss of other tokens", evidence, () if fit else causes, "labels")
+
+
 def _formula(step: Step, field: str, total: Total, new: Tensor, jumps: Tensor) -> Formula:
     """The value or the slopes of a loss, and how far rounding of its inputs moves them, to first order."""
     at = new.clone().requires_grad_()
     value = total(at)
     (slopes,) = torch.autograd.grad(value, at) if value.requires_grad else (torch.zeros_like(new),)
-    moved = ROUNDINGS * step.unit * (1 + new.abs())  # of each log-probability
+    digits = step.config.get("slope_digits")
+    unit = max(step.unit, 0.5 * 10.0 ** (1 - digits)) if digits and field == "loss_slopes" else step.unit
+    moved = ROUNDINGS * unit * (1 + new.abs())  # of each log-probability
     if field == "loss_slopes":
         error = moved * (slopes.abs() + slopes.abs().max())
         return Formula(slopes, error.masked_fill(jumps, torch.inf))
@@ -272,6 +293,8 @@ def weight_faults(step: Step, way: Way) -> dict[str, Way]:
 def sft_totals(step: Step) -> tuple[dict[str, Total], dict[str, Total]]:
     """Mean negative log-probability of the trained tokens, and it with one fault each."""
     step.need("new_logprobs", "loss_mask")
+    if step.config.get("loss_type") not in (None, "nll"):
+        raise Missing(f"the loss nll, not {step.config['loss_type']}")
     new, mask = step.of_tokens("new_logprobs"), step.mask().clone()
     if "input_ids" in step or not bool(new[:, 0].any()):
         mask[:, 0] = False  # nothing predicts the first token, though labels may have it
@@ -287,106 +310,3 @@ def sft_totals(step: Step) -> tuple[dict[str, Total], dict[str, Total]]:
         ways["divided by all tokens"] = way._replace(weights=mask / every.sum())
     ways["sign"] = way._replace(advantages=-way.advantages)
     return with_empty_rows(step, f"mean of tokens, {aggregation}", way, ways)
-
-
-# --------------------------------------------------------------------------------------------------------------- DPO
-class Sums(NamedTuple):
-    """How pairs are made of rows, the chosen ones first; a fault changes one."""
-
-    mask: Tensor | None  # (B, T); None: rows are sums
-    lengths: Tensor  # (B,)
-    ref: Tensor  # as the new log-probabilities
-    loss: str
-    beta: float
-    smoothing: float
-    is_mean: bool = False
-    swapped: bool = False
-    scale: float = 1.0
-
-
-def pair_total(sums: Sums, new: Tensor) -> Tensor:
-    """The scalar loss of pairs, a mean."""
-    rows = []
-    for values in (new, sums.ref):
-        row = values if sums.mask is None else torch.where(sums.mask, values, 0.0).sum(1)
-        rows.append(row / sums.lengths if sums.is_mean else row)
-    half = len(new) // 2
-    first, second = (slice(half, None), slice(half)) if sums.swapped else (slice(half), slice(half, None))
-    policy, ref = rows
-    pairs = preference.Pairs(
-        policy_chosen_logps=policy[first],
-        policy_rejected_logps=policy[second],
-        ref_chosen_logps=ref[first],
-        ref_rejected_logps=ref[second],
-        beta=sums.beta,
-        chosen_lengths=sums.lengths[first],
-        rejected_lengths=sums.lengths[second],
-        label_smoothing=sums.smoothing,
-    )
-    return preference.LOSSES[sums.loss](pairs).mean() * sums.scale
-
-
-def pair_totals(step: Step) -> tuple[dict[str, Total], dict[str, Total]]:
-    """The mean loss of pairs, and it with one fault each."""
-    step.need("new_logprobs", "ref_logprobs", "beta")
-    config, new, ref = step.config, step.get("new_logprobs"), step.get("ref_logprobs")
-    kind = config.get("loss_type") or "sigmoid"
-    if kind not in preference.LOSSES or kind in preference.SOFT_LABEL_LOSSES:
-        raise Missing(f"a known loss_type, not {kind}")
-    if new.shape != ref.shape:
-        raise Missing("new_logprobs and ref_logprobs of one shape")
-    if len(new) % 2:
-        raise Missing("rows of pairs: first the chosen ones, then as many rejected ones")
-    of_rows = new.ndim == 1
-    mask = None if of_rows else step.mask()
-    lengths = step.mask().sum(1).double() if "loss_mask" in step else torch.ones(len(new)).double()
-    sums = Sums(mask, lengths, ref, kind, float(config["beta"]), float(config.get("label_smoothing") or 0.0))
-    ways = {
-        "without the reference": sums._replace(ref=torch.zeros_like(ref)),
-        "chosen and rejected exchanged": sums._replace(swapped=True),
-        "beta of 1": sums._replace(beta=1.0),
-        "beta twice": sums._replace(beta=sums.beta**2),
-        "reference of other rows": sums._replace(ref=ref.roll(1, 0)),
-        "reference exchanged": sums._replace(ref=ref.roll(len(ref) // 2, 0)),
-        "sum in place of mean": sums._replace(scale=len(new) // 2),
-        "divided by rows, not pairs": sums._replace(scale=0.5),
-        "no label smoothing" if sums.smoothing else "label smoothing 0.1": sums._replace(
-            smoothing=0.0 if sums.smoothing else 0.1
-        ),
-    }
-    if "loss_mask" in step:
-        ways["means in place of sums"] = sums._replace(is_mean=True)
-    if mask is not None and "attention_mask" in step:
-        every = step.attended().clone()
-        every[:, 0] = False
-        ways["prompt tokens counted"] = sums._replace(mask=every)
-        padded = torch.ones_like(every)
-        padded[:, 0] = False
-        ways["padding counted"] = sums._replace(mask=padded)
-        ways["mask one late"] = sums._replace(mask=mask.roll(1, 1))
-    skipped = preference.SOFT_LABEL_LOSSES
-    ways |= {f"loss {name}": sums._replace(loss=name) for name in preference.LOSSES if name not in {kind, *skipped}}
-    return {f"{kind} of pairs": partial(pair_total, sums)}, {n: partial(pair_total, one) for n, one in ways.items()}
-
-
-def check_pairs(step: Step) -> Verdict:
-    """Pairs: the prompts are alike and the responses are not."""
-    if step.config.get("method") != "dpo":
-        raise Missing("pairs, of method dpo")
-    step.need("input_ids", "loss_mask")
-    ids, trained, half = step.whole("input_ids").tolist(), step.mask().tolist(), len(step.get("input_ids")) // 2
-    texts = [tuple(token for token, is_on in zip(row, mask) if is_on) for row, mask in zip(ids, trained)]
-    same = [row for row in range(half) if texts[row] == texts[row + half]]
-    if same:
-        many = f"{len(same)} of {half} pairs, first {same[0]}"
-        return Verdict("pairs", WRONG, "chosen and rejected are the same", many, ("one column read twice",), "data")
-    if "prompt_len" in step:
-        prompts = [
-            tuple(token for token, is_on in zip(row, mask) if is_on)
-            for row, mask in zip(ids, (step.attended() & ~step.responses()).tolist())
-        ]
-        other = [row for row in range(half) if prompts[row] != prompts[row + half]]
-        if other:
-            many = f"{len(other)} of {half} pairs, first {other[0]}"
-            return Verdict("pairs", WRONG, "prompts of a pair differ", many, ("rows misaligned",), "data")
-    return Verdict("pairs", RIGHT, evidence=f"{half} pairs")

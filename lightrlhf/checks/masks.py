@@ -26,6 +26,8 @@ def check_mask(step: Step) -> Verdict:
         if step.config.get("mask_truncated") or ("truncated" in step and bool(step.get("truncated").all())):
             raise Missing("a trained token: truncated responses may be left out")
         return Verdict("mask", WRONG, "nothing is trained", f"none of {trained.numel()} tokens", (), "loss_mask")
+    if "labels" in step and (shifted := _shifted(step, trained)) is not None:
+        return shifted
     padding = trained & ~attended
     found: list[Fault] = [("padding trained", padding, ("a mask made before padding", "labels of padding not -100"))]
     if "response_mask" in step or "prompt_len" in step:
@@ -42,6 +44,20 @@ def check_mask(step: Step) -> Verdict:
             first = f"first in row {row}, token {token}, id {int(step.get('input_ids')[row, token])}"
             return Verdict("mask", WRONG, fault, f"{many}; {first}", causes, "loss_mask")
     return Verdict("mask", RIGHT, evidence=f"{int(trained.sum())} tokens in {len(trained)} rows")
+
+
+def _shifted(step: Step, trained: Tensor) -> Verdict | None:
+    """A fault where labels are not the ids of their tokens."""
+    labels, ids = step.whole("labels"), step.whole("input_ids")
+    other = trained & (labels != ids)
+    if not bool(other.any()):
+        return None
+    evidence = f"{int(other.sum())} of {int(trained.sum())} trained labels are not their tokens"
+    for shift, name in ((-1, "labels one early"), (1, "labels one late")):
+        moved = trained & (labels != ids.roll(shift, 1))
+        if int(moved.sum()) <= len(labels):  # but for a token at the end of each row
+            return Verdict("mask", WRONG, name, evidence, ("shifted by hand; the model shifts, too",), "labels")
+    return Verdict("mask", WRONG, "labels of other tokens", evidence, ("rows misaligned",), "labels")
 
 
 def _borders(trained: Tensor, response: Tensor, attended: Tensor) -> list[Fault]:
@@ -95,9 +111,42 @@ def _after(where: Tensor) -> Tensor:
     return torch.nn.functional.pad(where[:, :-1], (1, 0))
 
 
+def check_texts(step: Step) -> Verdict:
+    """Rows are the data set's and the template's, and rewarded texts belong to their rows."""
+    given = [one for one in ("differs_at", "is_known", "rewarded_row") if one in step]
+    if not given:
+        raise Missing("differs_at, is_known, or rewarded_row")
+    if "rewarded_row" in step:
+        rows = step.get("rewarded_row")
+        other = (~rows.isnan() & (rows != torch.arange(len(rows)))).nonzero()[:, 0].tolist()
+        if other:
+            first = (
+                f"{len(other)} of {len(rows)} rows, first {other[0]}: it has the reward of row {int(rows[other[0]])}"
+            )
+            return Verdict("texts", WRONG, "rewarded text of another row", first, ("rows misaligned",), "reward_funcs")
+    if "differs_at" in step and bool((~step.get("differs_at").isnan()).any()):
+        where = step.get("differs_at")
+        row = int((~where.isnan()).nonzero()[0])
+        first = f"{int((~where.isnan()).sum())} of {len(where)} rows, first row {row} from its token {int(where[row])}"
+        causes: tuple[str, ...] = (
+            "another template",
+            "a template without its generation prompt",
+            "tokens added or cut by hand",
+        )
+        return Verdict("texts", WRONG, "ids are not the template's of the text", first, causes, "chat_template")
+    if "is_known" in step and bool((step.get("is_known") == 0).any()):
+        unknown = (step.get("is_known") == 0).nonzero()[:, 0].tolist()
+        first = f"{len(unknown)} of {len(step.get('is_known'))} rows, first {unknown[0]}"
+        causes = ("the collator adds or drops tokens", "rows misaligned")
+        return Verdict("texts", WRONG, "rows that the data set lacks", first, causes, "data_collator")
+    return Verdict("texts", RIGHT, evidence=", ".join(given))
+
+
 def check_members(step: Step) -> Verdict:
     """Responses of one group that are the same text, more often than chance gives."""
     step.need("input_ids", "loss_mask", "group")
+    if (mixed := _mixed(step)) is not None:
+        return mixed
     ids, trained, groups = step.whole("input_ids"), step.mask(), step.whole("group").tolist()
     texts = [tuple(row[mask].tolist()) for row, mask in zip(ids, trained)]
     members = Counter(zip(groups, texts))
@@ -126,3 +175,20 @@ def check_members(step: Step) -> Verdict:
         return Verdict("members", RIGHT, evidence=evidence)
     causes = ("one seed for all requests", "one response copied to all members", "temperature 0 where sampled")
     return Verdict("members", WRONG, "members share their noise", evidence, causes, "seed of the sampler")
+
+
+def _mixed(step: Step) -> Verdict | None:
+    """A fault where rows of a group have different prompts."""
+    if "prompt_len" not in step or "attention_mask" not in step:
+        return None
+    before = step.attended() & ~step.responses()
+    prompts = [tuple(row[on].tolist()) for row, on in zip(step.whole("input_ids"), before)]
+    of_group: dict[int, set[tuple[int, ...]]] = {}
+    for group, prompt in zip(step.whole("group").tolist(), prompts):
+        of_group.setdefault(group, set()).add(prompt)
+    mixed = [group for group, them in of_group.items() if len(them) > 1]
+    if not mixed:
+        return None
+    many = f"{len(mixed)} of {len(of_group)} groups, first {mixed[0]} with {len(of_group[mixed[0]])} prompts"
+    causes = ("rows shuffled before they were grouped", "an environment that draws a task for each member")
+    return Verdict("members", WRONG, "prompts of a group differ", many, causes, "num_generations")

@@ -45,7 +45,13 @@ OF_TOKENS = {  # (B, T), or their sums over each row's trained tokens, (B,)
     "token_rewards": "rewards of tokens, the KL included, for GAE",
     "values": "of the critic, for GAE",
     "kl": "the KL term of each token, before its coefficient",
-    "loss_slopes": "derivative of the loss by new_logprobs: how much each token counts",
+    "loss_slopes": "derivative of the loss by new_logprobs: how much each token counts; NaN where not known",
+    "unexplained": "share of the loss's gradient that is along no log-probability of the token",
+    "alone_logprobs": "of the policy, each row passed by itself, without padding and dropout",
+    "alone_ref_logprobs": "the same of the reference",
+    "alone_entropy": "entropy of the distribution that the token was drawn from, in that pass",
+    "alone_spread": "variance of the log-probability of a draw from it",
+    "plain_logprobs": "alone_logprobs at temperature 1",
 }
 OF_ROWS = {
     "rewards": "(B,) or (B, R), NaN where a row was not scored",
@@ -54,6 +60,23 @@ OF_ROWS = {
     "prompt_len": "(B,) tokens of the prompt, without padding",
     "micro_batch": "(B,) number of the pass that the row was in",
     "episode": "(B,) rows of one episode share it",
+    "half": "(B,) of a pair: 0 where the row was fed as the chosen one, else 1",
+    "side": "(B,) of a pair: 1 where the data set has the row as the chosen one, else 0",
+    "ref_sum": "(B,) sum of the reference's log-probabilities, stored before the run",
+    "is_known": "(B,) 1 where the data set has the row",
+    "differs_at": "(B,) the first token that the template and the text do not give; NaN where all are right",
+    "rewarded_row": "(B,) the row whose response was rewarded as this one's, or NaN",
+    "given_advantages": "(B,) of the row when it was sampled",
+}
+OF_PARAMETERS = {  # (P,), of the parameters of a model in one optimiser step
+    "trainable": "1 where it is to be trained",
+    "optimised": "1 where the optimiser has it",
+    "grad_norm": "norm of its gradient after clipping; -1 without a gradient",
+    "grad_max": "largest entry of that",
+    "change": "largest change of an entry",
+    "weight_max": "largest entry before",
+    "learning_rate": "of its group",
+    "weight_decay": "of its group",
 }
 NUMBERS = {"loss": "what was differentiated, summed over passes", "clip_fraction": "share of ratios outside the range"}
 CONFIG: dict[str, str] = {
@@ -87,8 +110,27 @@ CONFIG: dict[str, str] = {
     "entropy_coeff": "coefficient of an entropy bonus, which is not recomputed",
     "dtype": "of the model's passes: float32 (default), bfloat16, float16",
     "digits": "significant digits of the numbers, where they were written as text",
+    "slope_digits": "significant digits of loss_slopes, where they were measured",
+    "slope_targets": "distances of other tokens whose log-probability explains the gradient",
+    "passes_in_step": "number of passes whose losses were summed",
+    "dropout": "the largest that is on in the policy",
+    "ref_dropout": "the largest that is on in the reference",
+    "packed": "true where rows were cut out of packed ones",
+    "update": "number of the optimiser step, from 1",
+    "updates": "optimiser steps of the run",
+    "parameters": "names of parameters",
+    "foreign_parameters": "number of the optimiser's parameters that are not the model's",
+    "optimizer": "its class",
+    "is_first": "true where the optimiser has no state yet",
+    "scheduler": "of the learning rate: constant, linear, cosine, constant_with_warmup",
+    "warmup": "its updates of warm-up",
+    "peak_learning_rate": "the learning rate of the config",
+    "max_grad_norm": "of clipping",
+    "adapters": "parts of names of parameters that an adapter trains",
+    "is_tied": "false where embeddings are to be tied and are not",
+    "reference": "none, kept, moved or policy: what became of the reference's weights",
 }
-FIELDS = {**IDS, **MASKS, **OF_TOKENS, **OF_ROWS, **NUMBERS}
+FIELDS = {**IDS, **MASKS, **OF_TOKENS, **OF_ROWS, **OF_PARAMETERS, **NUMBERS}
 ALIASES = {"completion_mask": "loss_mask", "action_mask": "loss_mask", "old_per_token_logps": "old_logprobs"}
 ALIASES |= {"ref_per_token_logps": "ref_logprobs", "per_token_logps": "new_logprobs"}
 ALIASES |= {"sampling_per_token_logps": "sampler_logprobs"}

@@ -10,7 +10,8 @@ from helpers.steps import EOS, PROMPT, RESPONSE, SIZE, policy_step
 
 from lightrlhf.check_run import check_steps
 from lightrlhf.checks.step import Step, read_steps
-from lightrlhf.checks.trl import record, settings
+from lightrlhf.checks.trl import record
+from lightrlhf.checks.trl_settings import of_grpo
 
 
 class FakeTrainer:
@@ -26,14 +27,17 @@ class FakeTrainer:
         self.args.max_completion_length, self.args.importance_sampling_level = RESPONSE, "token"
         self.processing_class = SimpleNamespace(eos_token_id=EOS)
         self.model = SimpleNamespace(dtype=torch.float32)
+        self.accelerator = SimpleNamespace(backward=lambda loss: loss.backward())
+        self.callbacks = []
+        self.add_callback = self.callbacks.append
 
     def tensor(self, name):
         return torch.from_numpy(np.asarray(self.arrays[name]))[:, PROMPT:]
 
-    def _calculate_rewards(self):
+    def _calculate_rewards(self, *given):
         return torch.from_numpy(self.arrays["rewards"])[:, None]
 
-    def _generate_and_score_completions(self):
+    def _generate_and_score_completions(self, examples):
         self._calculate_rewards()
         late = torch.arange(RESPONSE) > 0 if self.fault == "mask one late" else 1
         ids, advantages = torch.from_numpy(self.arrays["input_ids"]), torch.from_numpy(self.arrays["advantages"])
@@ -49,6 +53,9 @@ class FakeTrainer:
 
     def _get_per_token_logps_and_entropies(self):
         return self.tensor("new_logprobs").clone().requires_grad_(), None, None
+
+    def training_step(self, model, inputs):
+        self.accelerator.backward(self.compute_loss(model, self._generate_and_score_completions(inputs)))
 
     def compute_loss(self, model, inputs):
         new, mask = self._get_per_token_logps_and_entropies()[0], inputs["completion_mask"]
@@ -76,10 +83,9 @@ FAULTS = (
 @pytest.mark.parametrize("fault", FAULTS)
 def test_generations_and_passes_are_recorded(tmp_path, fault):
     trainer = FakeTrainer(fault)
-    record(trainer, tmp_path, most=2)
+    record(trainer, tmp_path, most=2, alone=False)
     for _ in range(3):
-        loss = trainer.compute_loss(None, trainer._generate_and_score_completions())
-    loss.backward()  # the derivative that is recorded leaves the graph whole
+        trainer.training_step(None, [])  # the derivative that is recorded leaves the graph whole
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == ["generation-000001.npz", "generation-000002.npz", "pass-000001.npz", "pass-000002.npz"]
     verdicts = {one.name: one for one in check_steps(read_steps(str(tmp_path)))}
@@ -95,13 +101,13 @@ def test_another_trainer_is_refused(tmp_path):
 
 def test_settings_that_change_a_step_are_recorded():
     trainer = FakeTrainer()
-    assert settings(trainer)["eos_token_id"] == EOS and settings(trainer)["num_generations"] == SIZE
+    assert of_grpo(trainer)["eos_token_id"] == EOS and of_grpo(trainer)["num_generations"] == SIZE
     trainer.eos_token_ids = torch.tensor([EOS, 9])
     trainer.args.num_generations_eval = SIZE // 2
-    assert settings(trainer)["num_generations"] == SIZE
+    assert of_grpo(trainer)["num_generations"] == SIZE
     trainer.model.training = False
     trainer.multi_objective_aggregation = "normalize_then_sum"
-    found = settings(trainer)
+    found = of_grpo(trainer)
     assert found["eos_token_id"] == [EOS, 9] and found["num_generations"] == SIZE // 2
     arrays = trainer.arrays
     (advantages,) = (one for one in check_steps([Step(arrays, found)]) if one.name == "advantages")
@@ -114,4 +120,4 @@ def test_losses_that_the_check_does_not_know_are_named_so(changed):
     trainer.loss_type, trainer.aux_loss_enabled = "sapo", changed == "aux_loss_enabled"
     trainer.args.sapo_temperature_pos = 1.0
     trainer.args.sapo_temperature_neg = 2.0 if changed == "sapo_temperature_neg" else 1.05
-    assert settings(trainer, {})["loss_type"] == ("sapo with corrections" if changed else "sapo")
+    assert of_grpo(trainer, {})["loss_type"] == ("sapo with corrections" if changed else "sapo")
