@@ -10,8 +10,9 @@ experiment dir.
 `--responses_file` scores given responses, and `--ranking_file` ranks given ones as RewardBench 2 does; both write into
 `eval` beside the file.
 
-`--env` calls `lightrlhf.evaluate_env` (agents in text environments) and `--by_turn True` calls
-`lightrlhf.evaluate_dialogues` (scores by turn) with the other flags.
+Other programs get the other flags: with `--tools`, `--mcp`, or `--env` and `--data_dir`, `lightrlhf.evaluate_episodes`
+(agents in episodes that begin with prompts); with `--env` alone `lightrlhf.evaluate_env` (agents in a text environment
+with starts of its own); with `--by_turn True` `lightrlhf.evaluate_dialogues` (scores by turn).
 
 `--harness` writes the files or the task of another harness in place of all this (`evaluation/harnesses.py`).
 
@@ -30,9 +31,10 @@ from typing import Any
 
 import torch
 
-from lightrlhf import evaluate_dialogues, evaluate_env
+from lightrlhf import evaluate_dialogues, evaluate_env, evaluate_episodes
 from lightrlhf.cli.errors import UsageError, one_line_errors
 from lightrlhf.cli.fields import check_args, flag
+from lightrlhf.cli.groups.agents import names_episodes
 from lightrlhf.cli.lists import paths
 from lightrlhf.cli.parser import parse, to_dict
 from lightrlhf.cli.paths import check_file
@@ -60,7 +62,7 @@ OF_MODELS: dict[str, Any] = dict.fromkeys(  # flags of models that respond, whic
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateArgs(responses.ResponseArgs, harnesses.HarnessArgs):
-    """Evaluate language and reward models (see also evaluate_env and evaluate_dialogues)."""
+    """Evaluate language and reward models (see also evaluate_episodes, evaluate_env and evaluate_dialogues)."""
 
     model_name: list[str] = flag([], required=EVALUATED)
     """Experiment dirs or checkpoints; win rates are against the first."""
@@ -310,7 +312,7 @@ def show(rows: list[dict[str, Any]]) -> None:
 
 # --------------------------------------------------------------------------------------------------------- programs
 def program_for(words: Sequence[str]) -> tuple[Callable[[list[str]], Any] | None, list[str]]:
-    """`main` of the program that `--env` or `--by_turn True` calls, None for this one, and the words without --by_turn.
+    """`main` of the program that other flags call, None for this one, and the words without --by_turn.
 
     Raises: UsageError when the value of --by_turn is neither True nor False.
     """
@@ -326,14 +328,16 @@ def program_for(words: Sequence[str]) -> tuple[Callable[[list[str]], Any] | None
             others.append(word)
     if by_turn.lower() not in ("true", "false"):
         raise UsageError(f"--by_turn {by_turn} is not True or False")
-    if any(word.partition("=")[0] == "--env" for word in others):
-        return evaluate_env.main, others
+    if names_episodes(others):
+        names = {word.partition("=")[0] for word in others}
+        has_starts = "--env" in names and "--data_dir" not in names
+        return evaluate_env.main if has_starts else evaluate_episodes.main, others
     return evaluate_dialogues.main if by_turn.lower() == "true" else None, others
 
 
 @one_line_errors
 def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
-    """Run the program, or the one that `--env` or `--by_turn True` calls; returns the rows of the table."""
+    """Run the program, or the one that other flags call; returns the rows of the table."""
     program, argv = program_for(sys.argv[1:] if argv is None else argv)
     return program(argv) if program else run(parse(EvaluateArgs, argv))
 
