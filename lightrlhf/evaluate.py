@@ -12,7 +12,7 @@ experiment dir.
 
 Other programs get the other flags: with `--tools`, `--mcp`, or `--env` and `--data_dir`, `lightrlhf.evaluate_episodes`
 (agents in episodes that begin with prompts); with `--env` alone `lightrlhf.evaluate_env` (agents in a text environment
-with starts of its own); with `--by_turn True` `lightrlhf.evaluate_dialogues` (scores by turn).
+with fixed starts); with `--by_turn True` `lightrlhf.evaluate_dialogues` (scores by turn).
 
 `--harness` writes the files or the task of another harness in place of all this (`evaluation/harnesses.py`).
 
@@ -34,7 +34,7 @@ import torch
 from lightrlhf import evaluate_dialogues, evaluate_env, evaluate_episodes
 from lightrlhf.cli.errors import UsageError, one_line_errors
 from lightrlhf.cli.fields import check_args, flag
-from lightrlhf.cli.groups.agents import names_episodes
+from lightrlhf.cli.groups import names_episodes
 from lightrlhf.cli.lists import paths
 from lightrlhf.cli.parser import parse, to_dict
 from lightrlhf.cli.paths import check_file
@@ -49,8 +49,7 @@ from lightrlhf.models.roles import Policy, vocabulary_size
 from lightrlhf.models.tokenizer import load_tokenizer
 from lightrlhf.rewards import encoding, loading, scorers
 from lightrlhf.rewards.rewards import Rewards
-from lightrlhf.storage.destinations import check_output
-from lightrlhf.storage.jsonl import Records
+from lightrlhf.storage import destinations, jsonl
 from lightrlhf.storage.results import cell, check_results, print_table, write_results
 from lightrlhf.storage.run_dir import is_experiment_dir, read_arg, short_name
 
@@ -102,7 +101,7 @@ class EvaluateArgs(responses.ResponseArgs, harnesses.HarnessArgs):
             if given and not (self.rm_experiment_dir or self.ranking_file):
                 raise ValueError(f"--{name} True needs --rm_experiment_dir, or --ranking_file")
         for path in files:
-            check_output(Path(path).parent / "eval" / f"{self.results_name(path)}.json", "results of")
+            destinations.check_output(Path(path).parent / "eval" / f"{self.results_name(path)}.json", "results of")
         check_results(self.model_name, self.results_name(files[0]) if files else self.split)
         if not files and not self.do_sample and self.num_generations > 1:
             raise ValueError(f"--num_generations {self.num_generations}: greedy responses are identical; use 1")
@@ -178,7 +177,7 @@ def evaluate_files(args: EvaluateArgs, device: torch.device) -> list[dict[str, A
     baseline: responses.Tally | None = None
     for file in files:
         folder = Path(file.path).parent
-        records, tally = Records(None if args.dry_run else folder / "eval"), responses.Tally("reward")
+        records, tally = jsonl.Records(None if args.dry_run else folder / "eval"), responses.Tally("reward")
         lengths, scoring = responses.Lengths(), responses.Scoring(rewards)
         for given, samples in file.parts(answers.PART):
             for sample in samples:
@@ -217,7 +216,7 @@ def evaluate_ranking(args: EvaluateArgs, path: str, device: torch.device) -> lis
 
 # -------------------------------------------------------------------------------------------------- language models
 def evaluate_policy(
-    args: EvaluateArgs, name: str, data_dir: str, device: torch.device, records: Records, tally: responses.Tally
+    args: EvaluateArgs, name: str, data_dir: str, device: torch.device, records: jsonl.Records, tally: responses.Tally
 ) -> dict[str, Any]:
     """Results of a language model; adds one record per response (prompt, response, scores)."""
     policy, tokenizer = frame.load_evaluated(args, name, data_dir, device)
@@ -283,7 +282,7 @@ def reference_of(args: EvaluateArgs, name: str) -> tuple[str | None, str]:
 
 # ---------------------------------------------------------------------------------------------------- reward models
 def evaluate_reward_model(
-    args: EvaluateArgs, name: str, data_dir: str, device: torch.device, records: Records
+    args: EvaluateArgs, name: str, data_dir: str, device: torch.device, records: jsonl.Records
 ) -> dict[str, Any]:
     """Accuracy (ties half), loss and margin of a reward model on pairs; adds one record per pair."""
     tokenizer = load_tokenizer(data_dir, name, verify=args.verify)

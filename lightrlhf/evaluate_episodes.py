@@ -1,11 +1,11 @@
 """Evaluate language models as agents: episodes of several turns with tools or an environment, from held-out prompts.
 
 All models play K episodes from each prompt, with the same seeds of the environment and the same sampling noise. The
-rewards are those of training: the environment's, of functions and of a reward model. Prints a table: mean score and
+rewards are the environment's, of functions and of a reward model, as in training. Prints a table: mean score and
 pass@k with 95% intervals, calls, turns, lengths, stop reasons, and the share without a reward. Each experiment dir gets
 `eval/{split}_episodes.json`, and the episodes in `eval/{split}_episodes.jsonl`.
 
-Left out: environments with starts of their own and without prompts (`lightrlhf.evaluate_env`).
+Left out: environments with starts in place of prompts (`lightrlhf.evaluate_env`).
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def run(args: EvaluateEpisodesArgs) -> list[dict[str, Any]]:
 def play_parts(
     args: EvaluateEpisodesArgs, name: str, prompts: Sequence[Row], pool: Pool, device: torch.device
 ) -> Iterator[list[dict[str, Any]]]:
-    """Yields records of a model's episodes, those of some prompts at a time."""
+    """Yields records of a model's episodes, the episodes of some prompts at a time."""
     policy, tokenizer = frame.load_evaluated(args, name, args.data_folder, device)
     check_vocabulary(prompts, vocabulary_size(policy), "the prompts")
     rewards = load_rewards(args, device, args.rollout_mini_batch_size, wrap_prompts=args.rm_chat_template)

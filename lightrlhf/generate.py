@@ -29,8 +29,7 @@ import torch
 from lightrlhf import generate_episodes
 from lightrlhf.cli.errors import UsageError, one_line_errors
 from lightrlhf.cli.fields import at_least, check_args, flag
-from lightrlhf.cli.groups import DeviceArgs, DryRunArgs, ServerArgs
-from lightrlhf.cli.groups.agents import names_episodes
+from lightrlhf.cli.groups import DeviceArgs, DryRunArgs, ServerArgs, names_episodes
 from lightrlhf.cli.groups.rewards import check_reward_model
 from lightrlhf.cli.hub import PACKAGE
 from lightrlhf.cli.parser import parse

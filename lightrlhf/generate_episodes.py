@@ -184,7 +184,7 @@ def write_data(
 ) -> str:
     """Write the splits of the chosen episodes, the tokenizer and the report; returns a line on them.
 
-    Raises: UsageError when none is left to train on.
+    Raises: UsageError when no episode is left to train on.
     """
     counts: Counter[str] = Counter()
     chosen: dict[str, list[Row]] = {"train": [], "validation": []}

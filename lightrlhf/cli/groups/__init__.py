@@ -3,7 +3,7 @@
 The first line of a group's docstring is its title in `--help`, the docstring of a field its sentence.
 """
 
-from lightrlhf.cli.groups.agents import AgentArgs, EpisodeArgs
+from lightrlhf.cli.groups.agents import AgentArgs, EpisodeArgs, names_episodes
 from lightrlhf.cli.groups.data import DataArgs, DataSetsArgs, SealArgs
 from lightrlhf.cli.groups.devices import DeviceArgs, TensorParallelArgs
 from lightrlhf.cli.groups.evaluation import EvalArgs, EvalIntervalArgs
@@ -44,4 +44,5 @@ __all__ = [
     "TeacherTermArgs",
     "TensorParallelArgs",
     "TrainArgs",
+    "names_episodes",
 ]

@@ -11,7 +11,7 @@ from lightrlhf.cli.fields import Args, at_least, flag, positive
 from lightrlhf.cli.functions import check_found
 from lightrlhf.cli.lists import pairs
 
-ENVIRONMENTS = {  # which have starts of their own, see `lightrlhf.envs`
+ENVIRONMENTS = {  # which have fixed starts, see `lightrlhf.envs`
     "alfworld": "lightrlhf.envs.alfworld:AlfWorld",
     "auto_explore": "lightrlhf.envs.auto_explore:AutoExplore",
     "dangerous_taxi": "lightrlhf.envs.dangerous_taxi:DangerousTaxi",
