@@ -12,8 +12,12 @@ not fit the formula that the settings name, the known formula or fault that fits
 the curves instead: equal groups, truncation, KL, reward against audit. Tolerances are the rounding of the numbers,
 never a tuned threshold. Exits with status 1 when a check is wrong.
 
-Left out: log-probabilities recomputed with the weights, text against a chat template (`lightrlhf check_data`), and
-dumps of verl, prime-rl and OpenEnv. A loss of one's own is only said to differ.
+With the weights (`--model_name`; our own runs find their checkpoint) log-probabilities of sampled rows are recomputed,
+in float64 where the model fits, and what explains a gap is named: temperature, top_p and top_k, rounding, prompt,
+versions, adapters, dropout; then the norm of the gradient, and what a step changed (`--model_after`).
+
+Left out: states of optimisers, and text against a chat template (`lightrlhf check_data`). A loss of one's own is only
+said to differ.
 """
 
 from __future__ import annotations
@@ -29,12 +33,14 @@ from lightrlhf.checks.losses import check_loss
 from lightrlhf.checks.masks import check_mask, check_members, check_texts
 from lightrlhf.checks.pairs import check_pairs
 from lightrlhf.checks.passes import check_passes, check_samples
+from lightrlhf.checks.recomputed import Models, check_own, check_recomputed
 from lightrlhf.checks.runs import check_run_files, read_run
 from lightrlhf.checks.step import Missing, Step, read_steps
 from lightrlhf.checks.updates import check_rate, check_reference, check_update
 from lightrlhf.checks.verdicts import CANNOT_TELL, RIGHT, WRONG, Verdict, is_wrong, show, write
 from lightrlhf.cli.errors import one_line_errors
 from lightrlhf.cli.fields import Args, check_args, flag
+from lightrlhf.cli.lists import paths
 from lightrlhf.cli.parser import parse
 from lightrlhf.storage.destinations import check_output
 from lightrlhf.storage.run_dir import is_experiment_dir
@@ -65,6 +71,14 @@ class CheckRunArgs(Args):
     """A step (.npz, or a folder with rows.jsonl), a folder of steps, or an experiment dir."""
     follow: bool = False
     """Diagnose the curves so far (metrics.jsonl, or trainer_state.json), not the steps."""
+    model_name: str | None = None
+    """Weights before the step: a folder, experiment dir or hub name; then log-probabilities are recomputed."""
+    reference_model: str | None = flag(None, needs="model_name", show="rarely")
+    """Weights of the reference."""
+    other_models: list[str] = flag([], split=paths, needs="model_name", show="rarely")
+    """Other versions of the weights, which might have been used instead."""
+    model_after: str | None = flag(None, needs="model_name", show="rarely")
+    """Weights after the step."""
     output_file: str | None = flag(None, check=check_output)
     """JSON file for the results."""
 
@@ -75,9 +89,13 @@ def run(args: CheckRunArgs) -> list[Verdict]:
     if args.follow:
         verdicts = diagnose(read_curves(args.run))
     elif is_experiment_dir(args.run):
-        verdicts = [*check_steps(read_run(args.run)), *check_run_files(args.run)]
+        verdicts = [*check_steps(read_run(args.run)), *check_run_files(args.run), *check_own(args.run)]
     else:
-        verdicts = check_steps(read_steps(args.run))
+        steps = read_steps(args.run)
+        verdicts = check_steps(steps)
+        if args.model_name is not None:
+            models = Models(args.model_name, args.reference_model, args.model_after, args.other_models)
+            verdicts += check_recomputed(steps, models)
     show(args.run, verdicts)
     if args.output_file is not None:
         write(args.output_file, verdicts)

@@ -116,11 +116,9 @@ TRAINING: dict[str, Program] = {one.name: one for one in ALGORITHMS}
 TOOLS: dict[str, Program] = {
     one.name: one
     for one in (
-        Program("generate", "GenerateArgs", uses=("generate_episodes",)),
-        Program("generate_episodes", "GenerateEpisodesArgs"),
+        Program("generate", "GenerateArgs"),
         Program("annotate", "AnnotateArgs"),
-        Program("evaluate", "EvaluateArgs", uses=("evaluate_episodes", "evaluate_env", "evaluate_dialogues")),
-        Program("evaluate_episodes", "EvaluateEpisodesArgs"),
+        Program("evaluate", "EvaluateArgs", uses=("evaluate_env", "evaluate_dialogues")),
         Program("evaluate_env", "EvaluateEnvArgs"),
         Program("evaluate_dialogues", "EvaluateDialoguesArgs"),
         Program("judge", "JudgeArgs"),

@@ -66,6 +66,21 @@ def compare(step: Step, name: str, first: str, second: str) -> Verdict:
     evidence = f"{first} - {second}: mean size {gap:.3g}, rounding makes {error:.2g}"
     if gap <= error:
         return Verdict(name, RIGHT, evidence=evidence)
+    changed = moved(new, old, trained)
+    fit = [one for one, size in changed.items() if size <= error]
+    if fit:
+        return Verdict(name, WRONG, fit[0], evidence, tuple(fit) if len(fit) > 1 else (), second)
+    causes = (
+        "dropout on in one of the passes",
+        "another temperature",
+        "weights of another version",
+        "another template",
+    )
+    return Verdict(name, WRONG, "ratio not 1 at the first pass", evidence, causes, f"{first}, {second}")
+
+
+def moved(new: Tensor, old: Tensor, trained: Tensor) -> dict[str, float]:
+    """Mean size of the gap if one array (B, T) is the other at another place, of another sign or in another base."""
     changed = {
         "log-probabilities one late": _gap(new, old.roll(1, 1), trained & trained.roll(1, 1)),
         "log-probabilities one early": _gap(new, old.roll(-1, 1), trained & trained.roll(-1, 1)),
@@ -80,16 +95,7 @@ def compare(step: Step, name: str, first: str, second: str) -> Verdict:
             changed["rows misaligned"] = min(
                 changed.get("rows misaligned", torch.inf), _gap(new, old.roll(shift, 0), both)
             )
-    fit = [one for one, size in changed.items() if size <= error]
-    if fit:
-        return Verdict(name, WRONG, fit[0], evidence, tuple(fit) if len(fit) > 1 else (), second)
-    causes = (
-        "dropout on in one of the passes",
-        "another temperature",
-        "weights of another version",
-        "another template",
-    )
-    return Verdict(name, WRONG, "ratio not 1 at the first pass", evidence, causes, f"{first}, {second}")
+    return changed
 
 
 def _gap(new: Tensor, old: Tensor, where: Tensor) -> float:

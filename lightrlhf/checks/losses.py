@@ -26,14 +26,9 @@ Total = Callable[[Tensor], Tensor]  # log-probabilities (B, T), or their sums (B
 def check_loss(step: Step) -> Verdict:
     """The loss of the method that the settings name."""
     step.need("method")
-    checks = {"grpo": policy_totals, "ppo": policy_totals, "sft": sft_totals, "dpo": pair_totals}
-    if step.config["method"] not in checks:
-        raise Missing(f"a known method, not {step.config['method']}: {', '.join(checks)}")
     if "loss" not in step and "loss_slopes" not in step:
         raise Missing("loss, loss_slopes")
-    if step.config.get("entropy_coeff"):
-        raise Missing("entropy_coeff 0: the entropy bonus is not recomputed")
-    right, faults = checks[step.config["method"]](step)
+    right, faults = totals_of(step)
     names = "loss_type, aggregation, kl_coeff"
     verdicts = []
     new = step.get("new_logprobs")
@@ -55,6 +50,31 @@ def check_loss(step: Step) -> Verdict:
     first = next((one for one in verdicts if one.says == WRONG), verdicts[0])
     given = ", ".join(one for one in ("loss", "loss_slopes") if one in step)
     return first if first.says == WRONG else first._replace(evidence=f"{first.evidence} ({given})")
+
+
+def totals_of(step: Step) -> tuple[dict[str, Total], dict[str, Total]]:
+    """What the method means, and its faults, by name. Raises: Missing."""
+    step.need("method")
+    known = {"grpo": policy_totals, "ppo": policy_totals, "sft": sft_totals, "dpo": pair_totals}
+    if step.config["method"] not in known:
+        raise Missing(f"a known method, not {step.config['method']}: {', '.join(known)}")
+    if step.config.get("entropy_coeff"):
+        raise Missing("entropy_coeff 0: the entropy bonus is not recomputed")
+    return known[step.config["method"]](step)
+
+
+def slopes_of(step: Step) -> Tensor:
+    """The derivative of the loss by each log-probability, as recorded or by the method's formula. Raises: Missing."""
+    if "loss_slopes" in step and step.get("loss_slopes").ndim == 2:
+        if bool(step.get("loss_slopes").isnan().any()):
+            raise Missing("loss_slopes of every token")
+        return step.get("loss_slopes")
+    at = step.of_tokens("new_logprobs").clone().requires_grad_()
+    right = totals_of(step)[0]
+    if len(right) > 1:
+        raise Missing("loss_slopes: rows without a trained token may count, or not")
+    (slopes,) = torch.autograd.grad(next(iter(right.values()))(at), at)
+    return slopes
 
 
 def at_bounds(step: Step, new: Tensor) -> Tensor:

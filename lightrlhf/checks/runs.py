@@ -137,7 +137,9 @@ def check_weights(directory: str) -> Verdict:
     folders = checkpoints(Path(directory))
     if len(folders) < 2:
         raise Missing("two checkpoints")
-    count, same = 0, 0
+    count = 0
+    same: list[str] = []
+    changed: list[str] = []
     for file in sorted(folders[-1].glob("*.safetensors")):
         last = load_file(file)
         before = load_file(folders[0] / file.name) if (folders[0] / file.name).is_file() else {}
@@ -146,14 +148,25 @@ def check_weights(directory: str) -> Verdict:
                 causes = ("overflow of float16", "a learning rate that is too high")
                 return Verdict("weights", WRONG, "weights are not finite", f"{folders[-1].name}: {name}", causes)
             if name in before:
-                count, same = count + 1, same + bool(torch.equal(before[name], weight))
+                count += 1
+                (same if torch.equal(before[name], weight) else changed).append(name)
     if not count:
         raise Missing("weights as safetensors in both checkpoints")
-    evidence = f"{count - same} of {count} tensors differ between {folders[0].name} and {folders[-1].name}"
-    if same < count or not _learns(directory):
+    evidence = f"{len(changed)} of {count} tensors differ between {folders[0].name} and {folders[-1].name}"
+    if changed and read_args(directory).get("finetune_mode") == "last_layer":
+        top = max(_layer(name) for name in [*same, *changed])
+        if beyond := [name for name in changed if 0 <= _layer(name) < top]:
+            evidence = f"{beyond[0]}; {evidence}"
+            return Verdict("weights", WRONG, "frozen weights changed", evidence, (), "--finetune_mode")
+    if changed or not _learns(directory):
         return Verdict("weights", RIGHT, evidence=evidence)
     why = ("all parameters frozen", "the optimiser has others than the model", "gradients of 0")
     return Verdict("weights", WRONG, "weights did not change", evidence, why, "--finetune_mode")
+
+
+def _layer(name: str) -> int:
+    """The number of the layer in a weight's name; -1 for others."""
+    return next((int(part) for part in name.split(".") if part.isdigit()), -1)
 
 
 def _learns(directory: str) -> bool:

@@ -79,6 +79,7 @@ OF_PARAMETERS = {  # (P,), of the parameters of a model in one optimiser step
     "weight_decay": "of its group",
 }
 NUMBERS = {"loss": "what was differentiated, summed over passes", "clip_fraction": "share of ratios outside the range"}
+NUMBERS |= {"total_grad_norm": "norm of the gradient of all rows and parameters, before it is clipped"}
 CONFIG: dict[str, str] = {
     "method": "grpo, ppo, dpo or sft",
     "loss_type": "clip, cispo, sapo, reinforce; sigmoid and the other losses of dpo",

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import reseal
 from helpers.programs import main_of
 from helpers.tiny_runs import TinyRuns
 from safetensors.torch import load_file, save_file
@@ -14,8 +15,8 @@ from lightrlhf import check_run
 from lightrlhf.programs import TRAINING
 
 PROGRAMS = ("sft", "dpo", "ppo", "grpo")
-MEANT = {"sft": {"weights"}, "dpo": {"start", "weights"}, "ppo": {"mask", "start", "weights"}}
-MEANT["grpo"] = {"mask", "members", "advantages", "weights"}
+MEANT = {"sft": {"weights"}, "dpo": {"start", "weights"}, "ppo": {"mask", "start", "weights", "trainer"}}
+MEANT["grpo"] = {"mask", "members", "advantages", "weights", "trainer"}
 
 
 @pytest.fixture(scope="module")
@@ -93,3 +94,32 @@ def test_weights_that_stand_still_or_burst_are_named(runs, tmp_path, fault):
         weights["model.norm.weight"] = torch.full_like(weights["model.norm.weight"], torch.nan)
     save_file(weights, last)
     assert {one.fault for one in verdicts_of(tmp_path / "run") if one.says == "wrong"} == {fault}
+
+
+def test_frozen_layers_that_changed_are_named(runs, tmp_path):
+    shutil.copytree(runs["sft"], tmp_path / "run")
+    args = json.loads((tmp_path / "run" / "args.json").read_text())
+    (tmp_path / "run" / "args.json").write_text(json.dumps(args | {"finetune_mode": "last_layer"}))
+    reseal(tmp_path / "run")
+    for step in (2, 6):
+        path = tmp_path / "run" / f"checkpoint-{step:06}" / "model.safetensors"
+        weights = load_file(path)
+        save_file(weights | {"model.layers.7.mlp.weight": torch.full((2,), float(step))}, path)
+    assert {one.fault for one in verdicts_of(tmp_path / "run") if one.says == "wrong"} == {"frozen weights changed"}
+
+
+def test_the_checkpoint_gives_the_log_probabilities_of_a_run(tmp_path, cafe_data, talk_data, tokenizer):
+    made = TinyRuns(tmp_path, cafe_data, talk_data, tokenizer)
+    run = Path(main_of("grpo")(made.flags("grpo", tmp_path / "grpo", "--log_rollouts=100", "--temperature=0.8")))
+    (clean,) = (one for one in verdicts_of(run) if one.name == "trainer")
+    assert clean.says == "right" and "recomputed" in clean.evidence
+
+    def half(row):
+        row["log_ratio"] = [value / 2 for value in row["log_ratio"]]
+
+    edit(run, tmp_path / "half", "rollouts.jsonl", half)
+    (found,) = (one for one in verdicts_of(tmp_path / "half") if one.name == "trainer")
+    assert (found.says, found.fault) == ("wrong", "differs from the weights")
+    (run / "checkpoint-000004" / "model.safetensors").write_bytes(b"")
+    (lost,) = (one for one in verdicts_of(run) if one.name == "trainer")
+    assert lost.says == "cannot tell" and "checkpoint-000004" in lost.evidence

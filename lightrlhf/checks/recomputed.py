@@ -1,0 +1,207 @@
+"""The checks that need the weights: of the first steps of arrays, and of our own runs at their checkpoints.
+
+The weights belong to one step: of a folder of steps the first that has sampler's, old or the reference's
+log-probabilities, and the first that has new ones. In our `rollouts.jsonl` stands the gap of policy and reference; the
+weights of both are known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from lightrlhf.checks import gaps, gradient, weights
+from lightrlhf.checks.runs import DIGITS
+from lightrlhf.checks.step import Missing, Step, from_rows
+from lightrlhf.checks.verdicts import CANNOT_TELL, WRONG, Verdict
+from lightrlhf.checks.weights import Weights
+from lightrlhf.cli.errors import UsageError
+from lightrlhf.data.types import Tokenizer
+from lightrlhf.models.tokenizer import load_tokenizer
+from lightrlhf.programs import TRAINING
+from lightrlhf.storage.checkpoint import checkpoints
+from lightrlhf.storage.run_dir import read_args, read_logged
+
+SAMPLER, TRAINER = ("sampler_logprobs",), ("old_logprobs", "new_logprobs")
+
+
+class Models(NamedTuple):
+    """Names of the weights that the user gives."""
+
+    policy: str  # of the step, before its update
+    reference: str | None = None
+    after: str | None = None
+    others: Sequence[str] = ()
+
+
+def check_recomputed(steps: Sequence[Step], models: Models) -> Iterator[Verdict]:
+    """Verdicts on sampler, trainer, reference, gradient and update."""
+    policy = weights.load(models.policy, "--model_name")
+    known = surroundings(policy, models.others)
+    yield _verdict("sampler", lambda: _of_arrays(steps, SAMPLER, policy, known, "sampler"))
+    yield _verdict("trainer", lambda: _of_arrays(steps, TRAINER, policy, known, "trainer"))
+    yield _verdict("ref", lambda: _of_reference(steps, models, known))
+    made: list[gradient.Recomputed] = []
+
+    def check_norm() -> Verdict:
+        step = _first(steps, ("new_logprobs",))
+        made.append(gradient.recompute(step, policy))
+        return gradient.check_norm(step, made[0])
+
+    yield _verdict("gradient", check_norm)
+    yield _verdict("weights", lambda: _of_update(steps, models, policy, made))
+
+
+def surroundings(policy: Weights, others: Sequence[str]) -> gaps.Known:
+    """Other versions, and what the tokenizer beside the weights says of prompts."""
+    loaded = [weights.load(name, "--other_models") for name in others]
+    try:
+        tokenizer = load_tokenizer(None, policy.name)
+    except UsageError:
+        return gaps.Known(loaded)
+    templates = _templates(tokenizer) if tokenizer.chat_template else ()
+    return gaps.Known(loaded, tokenizer.bos_token_id, tokenizer.pad_token_id or 0, templates)
+
+
+def _templates(tokenizer: Tokenizer) -> tuple[Callable[[list[int]], list[int] | None], ...]:
+    """A prompt's text as a user's message in the chat template, and without the template around it."""
+
+    def render(text: str) -> str:
+        message = [{"role": "user", "content": text}]
+        return str(tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True))
+
+    def ids_of(text: str) -> list[int]:
+        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    # Raw text: prompts of the user's data, to see which ids another template makes.
+    before, _, after = render("\0").partition("\0")
+
+    def put_in(ids: list[int]) -> list[int] | None:
+        return ids_of(render(str(tokenizer.decode(ids, skip_special_tokens=True))))
+
+    def take_out(ids: list[int]) -> list[int] | None:
+        text = str(tokenizer.decode(ids))
+        return ids_of(text.removeprefix(before).removesuffix(after)) if text.endswith(after) and after else None
+
+    def without_end(ids: list[int]) -> list[int] | None:
+        rest = ids_of(after.rpartition("\n")[0] or after)
+        end = ids_of(after)
+        start = ids[: len(ids) - len(end)] if end and ids[-len(end) :] == end else None
+        return start + rest[: len(end) - 1] if start else None
+
+    return put_in, take_out, without_end
+
+
+def _verdict(check: str, make: Callable[[], Verdict]) -> Verdict:
+    """The verdict of a check; without its fields it cannot tell."""
+    try:
+        return make()
+    except Missing as missing:
+        return Verdict(check, CANNOT_TELL, evidence=f"needs {missing}")
+
+
+def _first(steps: Sequence[Step], names: Sequence[str]) -> Step:
+    """The first step with one of the arrays. Raises: Missing."""
+    found = next((step for step in steps if any(name in step and step.get(name).ndim == 2 for name in names)), None)
+    if found is None:
+        raise Missing(f"{' or '.join(names)} of tokens")
+    return found
+
+
+def _of_arrays(steps: Sequence[Step], names: Sequence[str], policy: Weights, known: gaps.Known, check: str) -> Verdict:
+    """The first array of these that is wrong, else the first."""
+    _first(steps, names)
+    verdicts = []
+    for name in names:
+        step = next((one for one in steps if name in one and one.get(name).ndim == 2), None)
+        if step is not None:
+            found = gaps.check_array(step, name, policy, known, check, is_sampler=check == "sampler")
+            is_first = step.config.get("first_pass") or ("old_logprobs" not in step and step.name == steps[0].name)
+            if name == "new_logprobs" and found.says == WRONG and not is_first:
+                continue  # of later weights
+            verdicts.append(found)
+    if not verdicts:
+        raise Missing("old_logprobs, or first_pass: new_logprobs may be of later weights")
+    return next((one for one in verdicts if one.says == WRONG), verdicts[0])
+
+
+def _of_reference(steps: Sequence[Step], models: Models, known: gaps.Known) -> Verdict:
+    """The reference's array beside its weights."""
+    step = _first(steps, ("ref_logprobs",))
+    if models.reference is None:
+        raise Missing("--reference_model")
+    reference = weights.load(models.reference, "--reference_model")
+    return gaps.check_array(step, "ref_logprobs", reference, known, "ref", is_sampler=False)
+
+
+def _of_update(steps: Sequence[Step], models: Models, policy: Weights, made: list[gradient.Recomputed]) -> Verdict:
+    """The weights after the step beside those before."""
+    if models.after is None:
+        raise Missing("--model_after")
+    after = weights.load(models.after, "--model_after")
+    step = next((one for one in steps if "learning_rate" in one), steps[0])
+    return gradient.check_update(step, policy, after, made[0].gradient if made else None)
+
+
+# ------------------------------------------------------------------------------------------------------------ own runs
+def check_own(directory: str) -> Iterator[Verdict]:
+    """The verdict on the log-probabilities of our own run, at the last checkpoint that sampled logged rows."""
+    yield _verdict("trainer", lambda: _at_checkpoint(directory))
+
+
+def _at_checkpoint(directory: str) -> Verdict:
+    """Rows of one version of the weights: the logged gap plus the reference's log-probabilities are the policy's."""
+    args, folders = read_args(directory), {int(one.name.split("-")[1]): one for one in checkpoints(Path(directory))}
+    rows = [row for row in read_logged(Path(directory) / "rollouts.jsonl") if row.get("log_ratio")]
+    if not rows:
+        raise Missing("rollouts.jsonl with log_ratio (--log_rollouts, --init_kl_coeff)")
+    versions = sorted({row["version"] for row in rows} & {*folders})
+    if not versions:
+        raise Missing("rows sampled by the weights of a checkpoint (save_interval, log_interval)")
+    if args.get("max_staleness") or args.get("rollout_server"):
+        raise Missing("rows whose version of the weights is the step's, without servers")
+    start = args.get("sft_experiment_dir") or args.get("model_name")
+    if start in (None, "tiny") or args.get("base_dtype") == "bfloat16":
+        raise Missing("the weights that the run started from")
+    try:
+        reference = weights.load(str(start), "--model_name")
+        policy = weights.load(str(folders[versions[-1]]), "--model_name")
+    except UsageError as problem:
+        raise Missing(f"weights that can be read: {problem}") from problem
+    step = _with_policy(rows, versions[-1], args, reference)
+    known = gaps.Known([reference])
+    return gaps.check_array(step, "old_logprobs", policy, known, "trainer", is_sampler=False)
+
+
+def _first_turn(mask: list[int]) -> list[int]:
+    """The mask of the first turn alone: only the turn that a dialogue's reward is of has log-probabilities."""
+    start = mask.index(1) if 1 in mask else len(mask)
+    end = next((i for i in range(start, len(mask)) if not mask[i]), len(mask))
+    return [*mask[:end], *[0] * (len(mask) - end)]
+
+
+def _with_policy(rows: Sequence[dict[str, Any]], version: int, args: dict[str, Any], reference: Weights) -> Step:
+    """A step of the rows of a version, whose old log-probabilities are logged gap plus reference."""
+    chosen = [row for row in rows if row["version"] == version]
+    one_turn = args.get("program") in TRAINING and TRAINING[args["program"]].data == "dialogue"
+    given = [
+        {
+            "input_ids": row["prompt_ids"] + row["response_ids"],
+            "loss_mask": [0] * len(row["prompt_ids"]) + (_first_turn(row["mask"]) if one_turn else row["mask"]),
+            "old_logprobs": row["log_ratio"],
+        }
+        for row in chosen
+    ]
+    config = {"method": args.get("program"), "digits": DIGITS, "temperature": args.get("temperature")}
+    step = from_rows(given, config, f"version {version}")
+    texts = weights.sample(step, reference.model.config.get_text_config().vocab_size)
+    logits = weights.run(reference.model, texts)
+    assert logits is not None
+    temperature = float(args.get("temperature") or 1.0)
+    logprobs = (logits / temperature).log_softmax(-1).gather(-1, weights.targets(texts)[:, None])[:, 0]
+    for text, values in zip(texts, logprobs.split([len(text.places) for text in texts])):
+        step.arrays["old_logprobs"][text.number, text.columns] += values.to(torch.float64)
+    return step
