@@ -52,6 +52,7 @@ from lightrlhf.cli.parser import parse, to_dict
 from lightrlhf.data.chat import declare_ends
 from lightrlhf.data.packing import FlatWriter
 from lightrlhf.data.rendering import Unrendered, render_shown
+from lightrlhf.data.templates import BUNDLED, use_template
 from lightrlhf.data.tokens import adds_bos, check_end_token, encode_prompt
 from lightrlhf.gguf.files import from_gguf
 from lightrlhf.storage.destinations import check_destination
@@ -121,7 +122,7 @@ class PrepareArgs(DryRunArgs):
     mask_prompt: bool = flag(True, show="rarely")
     """Mask prompt tokens in `targets`, so that they carry no loss."""
     chat_template: str | None = None
-    """Jinja chat template or a file with one; plain prompts then become a user message."""
+    """Jinja chat template, a file, or `tools`: the own one with tools; plain prompts then become a user message."""
     wrap_prompts: bool | None = flag(None, show="rarely")
     """Make a plain prompt a user message of the chat template; by default with `chat_template`."""
     num_samples: int | None = at_least(1, None)
@@ -225,15 +226,18 @@ def load_tokenizer(name: str) -> Any:
 def complete(tokenizer: PreTrainedTokenizerBase, chat_template: str | None) -> Any:
     """Add a missing pad token and a chat template: `chat_template`, else the tokenizer's own, else the plain one.
 
+    `tools` adds tools to one of the last two.
     Raises: UsageError if there is no usable end token, or the template cannot be rendered.
     """
     check_end_token(tokenizer, "the tokenizer")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
-    if chat_template:
+    if chat_template and chat_template != BUNDLED:
         tokenizer.chat_template = _template(chat_template)
     elif not tokenizer.chat_template:
         tokenizer.chat_template = ("{{ bos_token }}" if adds_bos(tokenizer) else "") + PLAIN_TEMPLATE
+    if chat_template == BUNDLED:
+        use_template(tokenizer, BUNDLED)
     try:
         render_shown(tokenizer, [{"role": "user", "content": "Hello"}])
     except Unrendered as problem:

@@ -48,22 +48,9 @@ CHUNK = 256  # prompts scored between two writes
 READ = ("prompt", "responses")  # of each row
 
 
-def is_own(folder: Path) -> bool:
-    """Whether a folder has no other program's arguments; a kill may have left this one's without a seal."""
-    try:
-        values = json.loads((folder / "args.json").read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError):
-        return True
-    except (OSError, ValueError, RecursionError):
-        return False
-    return isinstance(values, dict) and "choose_type" in values
-
-
 def check_folder_of_pairs(folder: str, flag: str) -> None:
     """Raises: ValueError for a folder that cannot be written, or has the data of another program."""
-    destinations.check_output(Path(folder) / "report.json", flag)
-    if not is_own(Path(folder)):
-        raise ValueError(f"{flag} {folder} holds data of another program; name another folder")
+    destinations.check_data_output(folder, flag, own="choose_type")
 
 
 @dataclass(frozen=True, kw_only=True)

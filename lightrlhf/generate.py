@@ -6,15 +6,17 @@ reward as `response` and `reward`: best of n. The noise of a row depends on the 
 interrupted or sharded run gives the same responses.
 
 Prompts come from `--data_dir` or a JSONL file, responses from the local engine, from rollout servers, which get the
-model's weights and exchange ids, or from OpenAI-compatible servers, which exchange text. Left out: beam search, and
-rewards other than by a reward model (`lightrlhf.annotate` has them).
+model's weights and exchange ids, or from OpenAI-compatible servers, which exchange text.
+
+`--env`, `--tools` or `--mcp` call `lightrlhf.generate_episodes` (episodes of several turns) with the other flags.
+
+Left out: beam search, and rewards other than by a reward model (`lightrlhf.annotate` has them).
 """
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -24,9 +26,10 @@ from typing import NamedTuple
 
 import torch
 
+from lightrlhf import generate_episodes
 from lightrlhf.cli.errors import UsageError, one_line_errors
 from lightrlhf.cli.fields import at_least, check_args, flag
-from lightrlhf.cli.groups import DeviceArgs, DryRunArgs, ServerArgs
+from lightrlhf.cli.groups import DeviceArgs, DryRunArgs, ServerArgs, names_episodes
 from lightrlhf.cli.groups.rewards import check_reward_model
 from lightrlhf.cli.hub import PACKAGE
 from lightrlhf.cli.parser import parse
@@ -51,7 +54,7 @@ LONGEST_WAIT = timedelta(days=30)  # of a rank that is done for the slowest one
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateArgs(prompts.PromptArgs, engines.EngineArgs, DryRunArgs):
-    """Sample responses to prompts and write them as JSONL."""
+    """Sample responses to prompts and write them as JSONL (see also generate_episodes)."""
 
     temperatures: list[float] | None = at_least(0, None)
     """Several temperatures instead of `temperature`, one output file each; 0 is greedy."""
@@ -216,11 +219,7 @@ def settings_of(args: GenerateArgs, rows: Sequence[Row]) -> Row:
         settings["rollout_engine"] = "rollout_server"  # whose arithmetic differs from the local engine's
     if args.rollout_engine == "local":
         settings["model_name"] = resolve(args.model_name)  # an experiment dir may have a newer checkpoint next time
-    digest = hashlib.sha256(b"[")  # of all rows as one list in JSON
-    for number, row in enumerate(rows):
-        digest.update(f"{', ' if number else ''}{json.dumps(row)}".encode())
-    digest.update(b"]")
-    return {**settings, "num_rows": len(rows), "prompts_sha256": digest.hexdigest()}
+    return {**settings, "num_rows": len(rows), "prompts_sha256": prompts.digest(rows)}
 
 
 def write_shard(
@@ -264,10 +263,16 @@ def describe(output: Path, num_rows: int) -> str:
     return text
 
 
+def program_for(words: list[str]) -> tuple[Callable[[list[str]], str] | None, list[str]]:
+    """`main` of the program that plays episodes where words name an environment or tools, else None; and the words."""
+    return generate_episodes.main if names_episodes(words) else None, words
+
+
 @one_line_errors
 def main(argv: list[str] | None = None) -> list[str]:
-    """Run the program; returns the files, one per temperature."""
-    return run(parse(GenerateArgs, argv))
+    """Run the program; returns the files, one per temperature, or the folder of episodes."""
+    program, words = program_for(sys.argv[1:] if argv is None else argv)
+    return [program(words)] if program else run(parse(GenerateArgs, words))
 
 
 if __name__ == "__main__":

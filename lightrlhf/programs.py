@@ -116,9 +116,11 @@ TRAINING: dict[str, Program] = {one.name: one for one in ALGORITHMS}
 TOOLS: dict[str, Program] = {
     one.name: one
     for one in (
-        Program("generate", "GenerateArgs"),
+        Program("generate", "GenerateArgs", uses=("generate_episodes",)),
+        Program("generate_episodes", "GenerateEpisodesArgs"),
         Program("annotate", "AnnotateArgs"),
-        Program("evaluate", "EvaluateArgs", uses=("evaluate_env", "evaluate_dialogues")),
+        Program("evaluate", "EvaluateArgs", uses=("evaluate_episodes", "evaluate_env", "evaluate_dialogues")),
+        Program("evaluate_episodes", "EvaluateEpisodesArgs"),
         Program("evaluate_env", "EvaluateEnvArgs"),
         Program("evaluate_dialogues", "EvaluateDialoguesArgs"),
         Program("judge", "JudgeArgs"),

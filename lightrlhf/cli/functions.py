@@ -36,6 +36,15 @@ def load_function(path: str, flag: str, shape: str = REWARD_SHAPE, takes_columns
     return function
 
 
+def check_found(path: str, what: str) -> None:
+    """Raises: UsageError when the module of `package.module:name` is not found; only its parents are imported."""
+    try:
+        if find_spec(split_path(path)[0]) is None:
+            raise ImportError(f"No module named {split_path(path)[0]!r}")
+    except (ImportError, ValueError) as problem:
+        raise UsageError(f"{what} cannot be imported: {problem}") from None
+
+
 def import_member(path: str) -> Any:
     """A member of a module by its path. Raises: ImportError, AttributeError, or whatever the module raises."""
     module, name = split_path(path)

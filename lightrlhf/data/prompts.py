@@ -8,6 +8,8 @@ Left out: prompts that are drawn while a program runs, as training does (`traini
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -65,6 +67,15 @@ def load_prompt_rows(args: PromptArgs, with_answers: bool = False) -> Lazy[Row]:
         rows = prompts_of_data(args, args.data_dir, with_answers)
     chosen = subset(len(rows), args.num_prompts, SUBSET_SEED)
     return Lazy(range(len(chosen)), lambda number: {**rows[chosen[number]], "index": number})
+
+
+def digest(rows: Sequence[Row]) -> str:
+    """SHA-256 of all rows as one list in JSON."""
+    found = hashlib.sha256(b"[")
+    for number, row in enumerate(rows):
+        found.update(f"{', ' if number else ''}{json.dumps(row)}".encode())
+    found.update(b"]")
+    return found.hexdigest()
 
 
 def read_prompts(file: str) -> Lazy[Row]:

@@ -210,6 +210,18 @@ def summarize(row: Any) -> tuple[str, str, dict[str, float]]:
     return prompt, response, numbers | {REWARD + name: number(value) for name, value in by_name}
 
 
+def episode_of(row: Row) -> Row:
+    """Return the facts of an episode of several turns (`generation.episodes`); empty for any other row."""
+    columns = row.get("columns")
+    facts = columns.get("episode") if isinstance(columns, dict) else None
+    return facts if isinstance(facts, dict) else {}
+
+
+def list_of(facts: Row, name: str) -> list[Any]:
+    """Return a list of facts; empty for anything else."""
+    return value if isinstance(value := facts.get(name), list) else []
+
+
 def mask_of(row: Row) -> list[int]:
     """Return 1 for each token of the response that the policy sampled, else 0; without a mask all are 1."""
     ids, mask = row.get("response_ids"), row.get("mask")

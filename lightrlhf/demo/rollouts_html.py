@@ -17,7 +17,17 @@ from markupsafe import Markup
 
 from lightrlhf.demo import rollouts
 from lightrlhf.demo.markup import DEEPEST_COLOUR, STRONGEST, badge, join, plain, table_as_html, tag, token_as_html
-from lightrlhf.demo.rollout_file import Row, Samples, by_token, mask_of, number, prompt_key, sampled_numbers
+from lightrlhf.demo.rollout_file import (
+    Row,
+    Samples,
+    by_token,
+    episode_of,
+    list_of,
+    mask_of,
+    number,
+    prompt_key,
+    sampled_numbers,
+)
 from lightrlhf.demo.rollouts import COLOURS, GROUPS_A_PAGE, LEAST_CHANGE, Comparison, Selection, View
 from lightrlhf.programs import TRAINING, Program
 
@@ -210,18 +220,22 @@ class Drawing:
         texts = list(map(plain, self.run.pieces(ids[: self.limit])))
         values = {name: by_token(row.get(column), mask) for name, column in COLOURS.items()}
         program, turns, blocks = TRAINING.get(self.run.program, OTHER), 0, []
+        facts = episode_of(row)
+        other = "observation" if facts else program.turns[1]
         for is_sampled, places in groupby(range(len(texts)), key=lambda i: mask[i]):
             if is_sampled:
                 turns += 1
                 name = f"{program.turns[0]} {turns}"
                 if program.trains_one_turn:
                     name += ", trained" if turns == 1 else ", sampled after it"
+                if facts.get("rows") == 1:  # of several rows of an episode it is not known which one this is
+                    name += told_of_turn(facts, turns)
                 content = join(self.token(texts[i], values, i) for i in places)
             else:
-                name, content = program.turns[1], join(texts[i] for i in places)
+                name, content = other, join(texts[i] for i in places)
                 if len(content) > LONGEST_SHOWN:
                     content = tag("details", tag("summary", f"{len(content):,} characters"), content)
-            caption = [tag("b", name), " "] if 0 in mask else []
+            caption = [tag("b", name), " "] if facts or 0 in mask else []
             blocks.append(tag("div", *caption, content, class_=None if is_sampled else "shown"))
         return tag("div", *blocks, class_="tokens")
 
@@ -230,6 +244,33 @@ class Drawing:
         values = {name: column[place] for name, column in columns.items() if column is not None}
         title = [f"{name} {short(value)}" for name, value in values.items() if self.is_alone or name == self.colour]
         return token_as_html(text, values.get(self.colour) or 0.0, self.deepest, ", ".join(title) or None)
+
+
+def told_of_turn(facts: Row, turn: int) -> str:
+    """Return calls and reward of a turn of an episode, for its caption."""
+    calls, rewards = list_of(facts, "calls")[turn - 1 : turn], list_of(facts, "rewards")[turn - 1 : turn]
+    names = [str(name) for name in calls[0]] if calls and isinstance(calls[0], list) else []
+    told = [f"calls {', '.join(names)}"] if names else []
+    told += [f"reward {short(number(value))}" for value in rewards]
+    return "".join(f" · {text}" for text in told)
+
+
+def episode_badges(facts: Row) -> list[Markup]:
+    """Draw the end of an episode, its calls, and a fault of its environment."""
+    counts = facts.get("counts")
+    counts = {name: number(value, 0) for name, value in counts.items()} if isinstance(counts, dict) else {}
+    badges = [badge("turns", short(number(facts.get("turns"))))]
+    if calls := counts.get("calls", 0):
+        failed = counts.get("failed_calls", 0) + counts.get("unreadable_calls", 0)
+        badges.append(badge("calls", short(calls) + (f", {short(failed)} failed" if failed else "")))
+    fault = facts.get("fault")
+    if number(facts.get("rows"), 1) > 1:
+        rewards = ", ".join(short(number(value)) for value in list_of(facts, "rewards"))
+        badges += [badge("rewards by turn", rewards), badge("", f"one of {facts['rows']} rows")]
+    badges.append(badge("stopped by", str(facts.get("stop_reason")), class_="problem" if fault else None))
+    if fault:
+        badges.append(badge("", f"the environment failed: {fault}", class_="problem"))
+    return badges
 
 
 def group_as_html(samples: Samples, numbers: Sequence[int], draw: Drawing, most: int) -> Markup:
@@ -270,6 +311,7 @@ def sample_as_html(place: int, row: Row, draw: Drawing) -> Markup:
     badges += [badge("KL", short(sum(ratios)))] if ratios else []
     of_all = f" of {len(mask):,}" if sum(mask) < len(mask) else ""
     badges.append(badge("", f"{sum(mask):,} tokens{of_all}"))
+    badges += episode_badges(facts) if (facts := episode_of(row)) else []
     badges += [badge("", "truncated")] if row.get("truncated") is True else []
     badges += [] if math.isnan(version) else [badge("", f"weights of step {version:,.0f}")]
     details: Markup | str = ""

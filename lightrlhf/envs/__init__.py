@@ -23,14 +23,10 @@ import numpy as np
 
 from lightrlhf.cli.errors import UsageError, first_line
 from lightrlhf.cli.functions import import_member
+from lightrlhf.cli.groups.agents import ENVIRONMENTS
 from lightrlhf.cli.packages import needs_package
 from lightrlhf.cli.values import TYPES, check_value
 
-ENVIRONMENTS = {
-    "alfworld": "lightrlhf.envs.alfworld:AlfWorld",
-    "auto_explore": "lightrlhf.envs.auto_explore:AutoExplore",
-    "dangerous_taxi": "lightrlhf.envs.dangerous_taxi:DangerousTaxi",
-}
 MEMBERS = ("actions", "levels", "instructions", "reset", "step", "starts", "expert", "reflection")
 
 Info = dict[str, Any]

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from lightrlhf.cli.errors import NotFinite, UsageError
+from lightrlhf.cli.groups import EpisodeArgs
 from lightrlhf.data.batch import Rollout, SampledBatch, masked_batch, mix_seed, number_rows, seeded_noise
 from lightrlhf.data.chat import controls
 from lightrlhf.data.splits import Row
@@ -73,11 +74,8 @@ class EpisodeSampler(RolloutSampler):
         self.pool: Pool = pool or open_pool(run)
         self.has_warned = False
         check_template(self.tokenizer, self.pool.tools)
-        args = run.args
-        tokens = args.max_episode_tokens or args.max_turns * args.max_new_tokens
-        lengths = args.max_new_tokens, args.max_observation_tokens
-        positions = min(max_positions(self.policy), self.served.room() if self.served else math.inf)
-        self.limits = Limits(args.max_turns, tokens, positions, *lengths)
+        positions = self.served.room() if self.served else math.inf
+        self.limits = limits_of(run.args, self.policy, positions)
 
     def sample_held_out(self, rows: Sequence[Row]) -> Rollout:
         """An episode from each of the first held-out prompts, by the same seeds and noise each time."""
@@ -93,19 +91,13 @@ class EpisodeSampler(RolloutSampler):
     def _play(self, rows: Sequence[Row], groups: Sequence[int], key: tuple[int, ...]) -> Rollout:
         """This rank's episodes from prompt rows of all ranks, numbered as `groups`."""
         seed, own = self.run.ranks.seed, self.run.ranks.shard(range(len(rows)))
-        episodes = [
-            Episode(
-                messages=prompt_messages(self.tokenizer, rows[i]),
-                seed=mix_seed(*key, groups[i], start=seed) % 2**31,
-                noise=mix_seed(*key, i, start=seed),
-                prompt=rows[i],
-                conversation=Conversation(self.tokenizer),
-            )
-            for i in own
-        ]
+        seeds = [(mix_seed(*key, groups[i], start=seed), mix_seed(*key, i, start=seed)) for i in own]
+        episodes = [new_episode(self.tokenizer, rows[i], *one) for i, one in zip(own, seeds)]
         with self.run.autocast(), nullcontext() if self.served else gather_shards(self.policy):
             removed = play(episodes, self.pool, self._sample, self.tokenizer, self.limits)
-            while self.served and self.served.sample_any(Request([], self._noise([]))):  # other ranks play on
+            while self.served and self.served.sample_any(
+                Request([], turn_noise(self.run.args, []))
+            ):  # other ranks play on
                 pass
             rollout = self._rollout(episodes, removed)
         if self.served:
@@ -115,26 +107,12 @@ class EpisodeSampler(RolloutSampler):
         return dataclasses.replace(rollout, group=group, num_groups=self._num_groups)
 
     def _sample(self, episodes: Sequence[Episode], plans: Sequence[Plan]) -> Completions:
-        """The next turn of each episode, here behind the keys and values of its last prompt."""
-        args, prefixes = self.run.args, [one.prefix for one in episodes]
-        prompts, noise = [plan.ids for plan in plans], self._noise(episodes)
-        if self.served and (answered := self.served.sample_any(Request(prompts, noise))):
+        """The next turn of each episode, of servers or here."""
+        args = self.run.args
+        request = Request([plan.ids for plan in plans], turn_noise(args, episodes))
+        if self.served and (answered := self.served.sample_any(request)):
             return answered
-        ends = end_ids(self.tokenizer, self.policy.model)
-        settings = ends, noise, args.rollout_mini_batch_size, self.tokenizer, prefixes
-        try:
-            sampled = generate(self.policy, prompts, args, *settings)
-        except NotFinite as problem:
-            raise NotFinite(str(problem), rows=[episodes[i].prompt["row"] for i in problem.indices]) from None
-        for one, prefix in zip(episodes, prefixes):
-            one.prefix = prefix
-        return sampled
-
-    def _noise(self, episodes: Sequence[Episode]) -> Tensor:
-        """Uniform numbers of the next turn of each episode: (B, max_new_tokens)."""
-        shape = len(episodes), self.run.args.max_new_tokens
-        seeds = [mix_seed(one.num_turns, start=one.noise) for one in episodes]
-        return torch.stack([seeded_noise(seed, shape[1]) for seed in seeds]) if seeds else torch.empty(shape)
+        return sample_turns(self.policy, self.tokenizer, args, episodes, plans)
 
     def _rollout(self, episodes: Sequence[Episode], removed: float) -> Rollout:
         """The rows of episodes; `group` is the number of each one's episode here."""
@@ -186,7 +164,14 @@ def make_sampler(
 
 def open_pool(run: Run[Any]) -> Pool:
     """The environments of a run, which end with it. Raises: UsageError when the flags name none."""
-    args = run.args
+    pool = make_pool(run.args)
+    run.on_end(pool.close)
+    return pool
+
+
+# ------------------------------------------------------------------------------- also of programs that do not train
+def make_pool(args: EpisodeArgs) -> EnvPool:
+    """The environments of the flags. Raises: UsageError when they name none."""
     try:
         spec = EnvSpec(args.env, read_options(args.env_options), tuple(args.tools), args.mcp)
         json.dumps(spec.options)
@@ -195,9 +180,42 @@ def open_pool(run: Run[Any]) -> Pool:
     except TypeError as problem:
         given = " ".join(args.env_options)
         raise UsageError(f"--env_options {given}: give numbers, texts, lists and dicts alone ({problem})") from None
-    pool = EnvPool(spec, args.env_workers, args.env_timeout)
-    run.on_end(pool.close)
-    return pool
+    return EnvPool(spec, args.env_workers, args.env_timeout)
+
+
+def limits_of(args: Any, policy: Policy, positions: float = math.inf) -> Limits:
+    """Where the episodes of a policy end; positions: of a server, at most."""
+    tokens = args.max_episode_tokens or args.max_turns * args.max_new_tokens
+    lengths = args.max_new_tokens, args.max_observation_tokens
+    return Limits(args.max_turns, tokens, min(max_positions(policy), positions), *lengths)
+
+
+def new_episode(tokenizer: Tokenizer, row: Row, seed: int, noise: int) -> Episode:
+    """An episode that begins with a prompt row; seed, noise: of its environment and of its turns."""
+    messages = prompt_messages(tokenizer, row)
+    return Episode(messages, seed % 2**31, noise, prompt=row, conversation=Conversation(tokenizer))
+
+
+def turn_noise(args: Any, episodes: Sequence[Episode]) -> Tensor:
+    """Uniform numbers of the next turn of each episode: (B, max_new_tokens)."""
+    shape = len(episodes), args.max_new_tokens
+    seeds = [mix_seed(one.num_turns, start=one.noise) for one in episodes]
+    return torch.stack([seeded_noise(seed, shape[1]) for seed in seeds]) if seeds else torch.empty(shape)
+
+
+def sample_turns(
+    policy: Policy, tokenizer: Tokenizer, args: Any, episodes: Sequence[Episode], plans: Sequence[Plan]
+) -> Completions:
+    """The next turn of each episode, behind the keys and values of its last prompt."""
+    ends, prefixes = end_ids(tokenizer, policy.model), [one.prefix for one in episodes]
+    settings = ends, turn_noise(args, episodes), args.rollout_mini_batch_size, tokenizer, prefixes
+    try:
+        sampled = generate(policy, [plan.ids for plan in plans], args, *settings)
+    except NotFinite as problem:
+        raise NotFinite(str(problem), rows=[episodes[i].prompt["row"] for i in problem.indices]) from None
+    for one, prefix in zip(episodes, prefixes):
+        one.prefix = prefix
+    return sampled
 
 
 def episode_batch(episodes: Sequence[Episode], pad_id: int) -> tuple[SampledBatch, Tensor, list[Row]]:

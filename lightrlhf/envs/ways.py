@@ -6,7 +6,7 @@
     --env ws://host:port            a server of OpenEnv, see lightrlhf/envs/openenv.py
     --tools package.module:f …      functions with type hints and docstring
     --mcp "command" or URL          a server of the Model Context Protocol, see lightrlhf/envs/mcp.py
-    --env, --tools NAME             one of this library, see EPISODE_ENVS and TOOLS
+    --env, --tools NAME             one of this library, see lightrlhf/cli/groups/agents.py
 
 None of these packages is imported here. A class, or a function that makes an object, is called with `--env_options`.
 
@@ -22,18 +22,13 @@ from typing import Any
 
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.cli.functions import load_function, parameters_of
-from lightrlhf.envs import ENVIRONMENTS, construct
+from lightrlhf.cli.groups.agents import EPISODE_ENVS, TOOLS, check_env
+from lightrlhf.envs import construct
 from lightrlhf.envs.mcp import McpEnv
 from lightrlhf.envs.openenv import OpenEnv
 from lightrlhf.envs.tool_env import ToolCaller, ToolEnv
 from lightrlhf.generation.episode_env import Answer, EpisodeEnv, Json, Message
 
-EPISODE_ENVS = {
-    "guess_number": "lightrlhf.envs.games:GuessNumber",
-    "sums": "lightrlhf.envs.games:Sums",
-    "search": "lightrlhf.envs.search:Search",
-}
-TOOLS = {"calculator": "lightrlhf.envs.games:calculator", "python": "datasets_prep.apps.python_tool:python"}
 NOT_TOOLS = ("reset", "get_reward")
 
 
@@ -61,11 +56,8 @@ class EnvSpec:
             return ToolEnv([load_tool(path) for path in self.tools])
         if self.env.startswith(("ws://", "wss://")):
             return OpenEnv(self.env)
-        path = EPISODE_ENVS.get(self.env, self.env)
-        if ":" not in path and path not in ENVIRONMENTS:
-            known = ", ".join([*EPISODE_ENVS, *ENVIRONMENTS])
-            raise UsageError(f"--env {path} is unknown; give {known} or an import path such as package.module:Class")
-        return adapted(construct(path, **self.options), self.flag)
+        check_env(self.env, "--env")
+        return adapted(construct(EPISODE_ENVS.get(self.env, self.env), **self.options), self.flag)
 
 
 def load_tool(path: str) -> Any:

@@ -36,6 +36,7 @@ from lightrlhf.generation.prefix_cache import CachedPrefix
 
 Result = list[Message] | Answer | float | None | Fault
 STOP_REASONS = ("done", "answer", "turns", "tokens", "context", "template", "env_crashed", "env_timeout", "fault")
+LONGEST_NAME = 40  # characters of a tool's name in the logs
 BROKEN = ("env_crashed", "env_timeout")  # stop reasons after which there is no environment to ask
 
 
@@ -110,6 +111,9 @@ class Episode:
             "rows": len(self.conversation.rows),
             "tokens": self.num_tokens,
             "rewards": self.rewards,
+            "calls": [called(message) for message in self.messages if message["role"] == "assistant"][
+                -self.num_turns :
+            ],
             "score": self.score,
             "fault": self.fault and self.fault.kind,
             "counts": dict(self.counts),
@@ -141,6 +145,11 @@ class Episode:
 
     def fail(self, fault: Fault) -> None:
         self.fault, self.stop_reason, self.waits_for, self.prefix = fault, "fault", "", None
+
+
+def called(message: Message) -> list[str]:
+    """Names of the tools that a message calls, which may be of the policy's invention."""
+    return [str(call["function"]["name"])[:LONGEST_NAME] for call in message.get("tool_calls") or []]
 
 
 Sample = Callable[[Sequence[Episode], Sequence[Plan]], Completions]  # the next turn of each episode

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightrlhf.cli.groups import AgentArgs
+from lightrlhf.cli.groups import EpisodeArgs
 from lightrlhf.data.batch import Rollout
 from lightrlhf.data.scores import Scores
 from lightrlhf.generation.episodes import STOP_REASONS
@@ -64,16 +64,22 @@ def rollout_metrics(run: Run[Any], rollout: Rollout, scores: Tensor, by_token: T
 
 def episode_metrics(run: Run[Any], rollout: Rollout, prefix: str) -> Metrics:
     """Means over the episodes of all ranks, as `{prefix}/turns` and the like; nothing of responses of one turn."""
-    if not (isinstance(run.args, AgentArgs) and run.args.plays_episodes):
+    if not (isinstance(run.args, EpisodeArgs) and run.args.plays_episodes):
         return {}
-    facts = [columns["episode"] for columns in rollout.columns]
-    names = ("turns", "rows", "tokens")
-    columns = {name: [one[name] for one in facts] for name in names}
-    columns |= {name: [one["counts"].get(name, 0) for one in facts] for name in COUNTS}
-    columns["no_reward_ratio"] = [one["fault"] is not None for one in facts]
-    columns |= {f"stop_{reason}_ratio": [one["stop_reason"] == reason for one in facts] for reason in STOP_REASONS}
+    columns = episode_columns([columns["episode"] for columns in rollout.columns])
     values = [torch.tensor(column, dtype=torch.float32) for column in columns.values()]
     return {f"{prefix}/{name}": mean for name, mean in zip(columns, row_means(run, values, rollout.ends()))}
+
+
+def episode_columns(facts: Sequence[dict[str, Any]]) -> dict[str, list[float]]:
+    """What is counted of episodes by their `facts`, whose means are metrics: name -> a number for each."""
+    columns = {name: [float(one[name]) for one in facts] for name in ("turns", "rows", "tokens")}
+    columns |= {name: [float(one["counts"].get(name, 0)) for one in facts] for name in COUNTS}
+    columns["no_reward_ratio"] = [float(one["fault"] is not None) for one in facts]
+    stopped = {
+        f"stop_{reason}_ratio": [float(one["stop_reason"] == reason) for one in facts] for reason in STOP_REASONS
+    }
+    return columns | stopped
 
 
 def reward_metrics(run: Run[Any], scores: Scores, audit: RewardAudit | None) -> Metrics:

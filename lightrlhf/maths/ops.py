@@ -200,6 +200,20 @@ def share_interval(values: Sequence[float], groups: Groups | None = None) -> tup
     return wilson_interval(mean * effective, effective)
 
 
+def grouped_interval(values: Sequence[float], groups: Groups) -> tuple[float, float]:
+    """95% interval of the mean of numbers, where those of one group depend on each other: by Student's t_{G-1}.
+
+    The variance is a ratio's, of G groups (Cochran 1977, eq. 6.13). Infinite for a single group.
+    """
+    numbers, mean = number_groups(groups), sum(values) / len(values)
+    sums, sizes = np.bincount(numbers, np.asarray(values, np.float64)), np.bincount(numbers)
+    if len(sums) < 2:
+        return -math.inf, math.inf
+    variance = len(sums) / (len(sums) - 1) * float(((sums - mean * sizes) ** 2).sum()) / len(values) ** 2
+    half = quantile(len(sums) - 1) * variance**0.5
+    return mean - half, mean + half
+
+
 def wilson_interval(successes: float, trials: float) -> tuple[float, float]:
     """95% interval of a share (Wilson 1927, eq. 1); holds for few trials and for shares near 0 and 1."""
     if trials == 0:

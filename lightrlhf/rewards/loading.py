@@ -13,7 +13,7 @@ from torch import nn
 
 from lightrlhf.cli.errors import UsageError, first_line
 from lightrlhf.cli.functions import load_function
-from lightrlhf.cli.groups import AgentArgs, FrozenArgs
+from lightrlhf.cli.groups import EpisodeArgs, FrozenArgs
 from lightrlhf.data.scores import FAILURES
 from lightrlhf.models.loading import check_weights, from_pretrained, load_scalar
 from lightrlhf.models.names import holds_reward_model, resolve
@@ -143,7 +143,7 @@ def load_rewards(
                 function, name, keeps_infinite, timeout, path, takes_messages=True, ranks=ranks or LocalRanks()
             )
         )
-    if isinstance(args, AgentArgs) and args.plays_episodes:  # of tools alone only the faults count
+    if isinstance(args, EpisodeArgs) and args.plays_episodes:  # of tools alone only the faults count
         names.append(unique_name("env", names))
         scorers.append(EnvScorer())
     weights = [*args.reward_weights, *[1.0] * (len(names) - len(args.reward_weights))]

@@ -40,6 +40,22 @@ def check_output(path: str | Path, flag: str) -> None:
         raise ValueError(f"{flag} {path} lies in {owner}; name a place outside")
 
 
+def check_data_output(folder: str, flag: str, own: str) -> None:
+    """Raises: ValueError for a folder of data that cannot be written, or has the data of another program.
+
+    own: an argument that only this program has; a kill may have left its arguments without a seal.
+    """
+    check_output(Path(folder) / "report.json", flag)
+    try:
+        values = json.loads((Path(folder) / "args.json").read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    except (OSError, ValueError, RecursionError):
+        values = None
+    if not isinstance(values, dict) or own not in values:
+        raise ValueError(f"{flag} {folder} holds data of another program; name another folder")
+
+
 def check_destination(folder: Path, flag: str) -> None:
     """Raises: UsageError, before any work, when files to be written to a folder would lie in a run or a checkpoint."""
     if owner := owner_of(folder):

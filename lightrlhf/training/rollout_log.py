@@ -33,7 +33,8 @@ from lightrlhf.training.run import Run
 FILE = "rollouts.jsonl"
 SAMPLES = "samples.jsonl"
 MOST_BYTES = 10**9  # of either file; about 30 million tokens
-LONGEST_COLUMN = 500  # characters of a column of the data as JSON; longer ones are left out
+LONGEST_COLUMN = 500  # bytes of a column of the data as JSON; longer ones are left out
+LONGEST_FACTS = 10_000  # of the column `episode`
 DIGITS = 5  # significant ones of a number
 
 
@@ -198,7 +199,7 @@ def rollout_row(
         "rewards": {name: round_number(reward) for name, reward in (rewards or {}).items()},
         "audit": round_number(audit),
         "truncated": truncated,
-        "columns": {name: value for name, value in (columns or {}).items() if _is_small(value)},
+        "columns": {name: value for name, value in (columns or {}).items() if _is_small(name, value)},
     }
 
 
@@ -214,9 +215,10 @@ def _round_row(values: Sequence[float] | None) -> list[float | None] | None:
     return None if values is None else [round_number(value) for value in values]
 
 
-def _is_small(value: Any) -> bool:
+def _is_small(name: str, value: Any) -> bool:
     """Whether a column's value is short, and one that JSON and UTF-8 can hold."""
     try:
-        return len(json.dumps(value, ensure_ascii=False, allow_nan=False).encode()) <= LONGEST_COLUMN
+        size = len(json.dumps(value, ensure_ascii=False, allow_nan=False).encode())
+        return size <= (LONGEST_FACTS if name == "episode" else LONGEST_COLUMN)
     except (TypeError, ValueError):
         return False

@@ -20,9 +20,10 @@ from datasets_prep.common import complete
 from datasets_prep.encoding import LOSSY
 from datasets_prep.generic import prepare_data as generic
 from lightrlhf.cli.errors import UsageError
-from lightrlhf.data.rendering import writes_date
+from lightrlhf.data.rendering import render, writes_date
 from lightrlhf.data.splits import IGNORE_INDEX
 from lightrlhf.data.tokens import encode_prompt, encode_response
+from lightrlhf.data.tool_calls import schema_of
 from lightrlhf.data.turn_ends import turn_ends
 
 MESSAGES = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "first"}]
@@ -183,6 +184,16 @@ def test_chat_template_makes_a_plain_prompt_a_message():
     assert tokenizer.decode(example.ids[0].tolist()) == tokenizer.apply_chat_template(
         [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hi"}], tokenize=False
     )
+
+
+def test_tools_can_be_added_to_a_template_and_to_a_tokenizer_without_one():
+    for tokenizer in (gpt2_like(), chatml_like()):
+        added = complete(tokenizer, "tools")
+        call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+        asked, answered = {"role": "user", "content": "1?"}, {"role": "assistant", "content": "", "tool_calls": [call]}
+        tool = {"type": "function", "function": {"name": "add", "description": "", "parameters": {"type": "object"}}}
+        text = render(added, [asked, answered, {"role": "tool", "name": "add", "content": "two"}], [tool], True)
+        assert schema_of(added) and text.count("add") > 1 and text.index("1?") < text.index("two")
 
 
 def test_plain_template_writes_dialogues_as_they_were_published():

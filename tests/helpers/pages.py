@@ -55,7 +55,8 @@ def programs() -> list[str]:
     return sorted([*names, "datasets_prep.train_tokenizer", "datasets_prep.text_envs.make_tasks"])
 
 
-OF_RUNS = ("evaluate", "evaluate_env", "evaluate_dialogues", "demo")  # programs that look at models before all else
+# programs that look at models before all else
+OF_RUNS = ("evaluate", "evaluate_env", "evaluate_dialogues", "evaluate_episodes", "demo")
 
 
 def parse_flags(module: str, flags: list[str], folder: Path) -> object:
@@ -74,11 +75,15 @@ def parse_flags(module: str, flags: list[str], folder: Path) -> object:
         if flag == "responses_file":
             (folder / value).parent.mkdir(parents=True, exist_ok=True)
             (folder / value).touch()
-    program = importlib.import_module(module)
-    if hasattr(program, "program_for"):  # it starts another program for some flags
-        main, flags = program.program_for(flags)
-        module = main.__module__ if main else module
+    module, flags = started(module, flags)
     return parse(args_class(module), flags)
+
+
+def started(module: str, flags: list[str]) -> tuple[str, list[str]]:
+    """The module of the program that a program starts for some flags, else its own, and the flags that it gets."""
+    program = importlib.import_module(module)
+    main, flags = program.program_for(flags) if hasattr(program, "program_for") else (None, flags)
+    return main.__module__ if main else module, flags
 
 
 def flags_with_values(flags: list[str]) -> list[tuple[str, str]]:

@@ -20,7 +20,7 @@ from typing import ClassVar
 
 import pytest
 from helpers import CAFE_SIZES, ROOT, save_model
-from helpers.pages import PAGE_WITHIN, PAGES, args_class, blocks, commands_of, parse_flags, programs
+from helpers.pages import PAGE_WITHIN, PAGES, args_class, blocks, commands_of, parse_flags, programs, started
 from helpers.programs import fields_of, small_flags
 from helpers.votes import STARTS, cast
 
@@ -78,6 +78,7 @@ OWN = {  # of one program, after those
         "--max_new_tokens",
         "1",
     ],
+    "lightrlhf.generate_episodes": ["--min_reward", "0"],
     "lightrlhf.evaluate_env": ["--num_samples", "4"],
     "lightrlhf.evaluate_dialogues": ["--num_samples", "4"],
 }
@@ -97,7 +98,7 @@ DATA_PAGE = "datasets.md"  # tried by test_data_howto.py, which knows its exampl
 
 def tiny(module: str) -> list[str]:
     """Flags that make a documented command small."""
-    if module == "lightrlhf.evaluate":  # which starts one of two others for some flags, so these are of all three
+    if module == "lightrlhf.evaluate":
         return ["--num_samples", "4", "--max_new_tokens", "6", "--accelerator", "cpu"]
     small = small_flags(module, SMALL) if module.startswith("lightrlhf.") and module != "lightrlhf.__main__" else []
     return [*small, *OWN.get(module, [])]
@@ -235,7 +236,7 @@ def follow(command, variables: dict[str, str], folder: Path, tiny: Callable[[str
         if command.parse_only:
             parse_flags(words[2], words[3:], folder)
         else:
-            flags = [] if output or "--help" in words else tiny(words[2])
+            flags = [] if output or "--help" in words else tiny(started(words[2], words[3:])[0])
             run(words[2], [*words[3:], *flags], output and folder / output)
     elif command.given:
         assert words[:2] == ["cat", ">"], command.line

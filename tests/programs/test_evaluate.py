@@ -19,6 +19,7 @@ from lightrlhf.maths.ops import wilson_interval, win_rate
 from lightrlhf.storage.results import write_results
 from lightrlhf.storage.run_dir import pretrained_model
 
+TOOLS = ["--tools", "calculator"]
 BY_TURN = ["--by_turn", "True"]
 SMALL = ["--max_new_tokens", "8", "--accelerator", "cpu"]
 
@@ -319,12 +320,13 @@ def test_win_rate_splits_ties():
 
 # ----------------------------------------------------------------------------------------------- the other programs
 def test_help_names_the_programs_for_environments_and_dialogues(capsys):
-    for flags, program in (([], "lightrlhf.evaluate"), (["--env", "e"], "evaluate_env"), (BY_TURN, "dialogues")):
+    programs = ([], "lightrlhf.evaluate"), (["--env", "e"], "evaluate_env"), (BY_TURN, "dialogues"), (TOOLS, "episodes")
+    for flags, program in programs:
         with pytest.raises(SystemExit):
             evaluate.main([*flags, "--help"])
         text = capsys.readouterr().out
         assert program in text.splitlines()[0]
-        assert flags or "evaluate_env" in text and "evaluate_dialogues" in text
+        assert flags or all(f"evaluate_{name}" in text for name in ("env", "dialogues", "episodes"))
 
 
 # ------------------------------------------------------------------------------------------------------- bad calls

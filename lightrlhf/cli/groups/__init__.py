@@ -3,7 +3,7 @@
 The first line of a group's docstring is its title in `--help`, the docstring of a field its sentence.
 """
 
-from lightrlhf.cli.groups.agents import AgentArgs
+from lightrlhf.cli.groups.agents import AgentArgs, EpisodeArgs, names_episodes
 from lightrlhf.cli.groups.data import DataArgs, DataSetsArgs, SealArgs
 from lightrlhf.cli.groups.devices import DeviceArgs, TensorParallelArgs
 from lightrlhf.cli.groups.evaluation import EvalArgs, EvalIntervalArgs
@@ -25,6 +25,7 @@ __all__ = [
     "DecodingArgs",
     "DeviceArgs",
     "DryRunArgs",
+    "EpisodeArgs",
     "EvalArgs",
     "EvalIntervalArgs",
     "FrozenArgs",
@@ -43,4 +44,5 @@ __all__ = [
     "TeacherTermArgs",
     "TensorParallelArgs",
     "TrainArgs",
+    "names_episodes",
 ]

@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from lightrlhf.cli.errors import UsageError
 from lightrlhf.cli.fields import Args, at_least, flag, positive
+from lightrlhf.cli.functions import check_found
 from lightrlhf.cli.lists import pairs
+
+ENVIRONMENTS = {  # which have fixed starts, see `lightrlhf.envs`
+    "alfworld": "lightrlhf.envs.alfworld:AlfWorld",
+    "auto_explore": "lightrlhf.envs.auto_explore:AutoExplore",
+    "dangerous_taxi": "lightrlhf.envs.dangerous_taxi:DangerousTaxi",
+}
+EPISODE_ENVS = {
+    "guess_number": "lightrlhf.envs.games:GuessNumber",
+    "sums": "lightrlhf.envs.games:Sums",
+    "search": "lightrlhf.envs.search:Search",
+}
+TOOLS = {"calculator": "lightrlhf.envs.games:calculator", "python": "datasets_prep.apps.python_tool:python"}
 
 # what is not made for episodes of several turns
 NOT_YET: dict[str, Any] = {
@@ -25,11 +40,33 @@ NOT_YET: dict[str, Any] = {
 NOT_BY_TURN: dict[str, Any] = {"normalize_each_reward": True, "advantage": "maxrl"}
 
 
+def check_env(name: str, flag: str) -> None:
+    """Raises: UsageError when an environment is neither a known name, nor an address, nor a class that is found."""
+    if ":" not in name and name not in EPISODE_ENVS | ENVIRONMENTS:
+        known = ", ".join([*EPISODE_ENVS, *ENVIRONMENTS])
+        raise UsageError(f"{flag} {name} is unknown; give {known} or an import path such as package.module:Class")
+    if ":" in name and not name.startswith(("ws://", "wss://")):
+        check_found(name, f"{flag} {name}")
+
+
+def check_tool(name: str, flag: str) -> None:
+    """Raises: UsageError when a tool is neither a known name nor a function that is found."""
+    if ":" in name:
+        check_found(name, f"{flag} {name}")
+    elif name not in TOOLS:
+        raise UsageError(f"{flag} {name} is unknown; give {', '.join(TOOLS)} or a function such as my_tools.py:add")
+
+
+def names_episodes(words: Sequence[str]) -> bool:
+    """Whether words of a command line say where episodes are played."""
+    return any(word.partition("=")[0] in ("--env", "--tools", "--mcp") for word in words)
+
+
 @dataclass(frozen=True, kw_only=True)
-class AgentArgs(Args):
+class EpisodeArgs(Args):
     """Agents."""
 
-    env: str | None = flag(None, required="reward", excludes=NOT_YET)
+    env: str | None = flag(None, excludes=NOT_YET)
     """Environment to act in over several turns, by name or `package.module:Class`; its reward is named `env`."""
     tools: list[str] = flag([], unique=True, excludes=NOT_YET, show="rarely")
     """Tools that the policy may call, one or several: `calculator`, `python`, or functions `package.module:name`."""
@@ -37,8 +74,6 @@ class AgentArgs(Args):
     """Server of the Model Context Protocol whose tools the policy may call: its command, or its address."""
     env_options: list[str] = flag([], split=pairs, needs="env", show="rarely")
     """Arguments of the environment, one or several `name=value`."""
-    credit: Literal["episode", "turn"] = flag("episode", needs="env", excludes=NOT_BY_TURN, show="rarely")
-    """Credit of a turn: the episode's score, or what follows the turn."""
     max_turns: int = at_least(1, 8, show="rarely")
     """Most turns of the policy in an episode; `max_new_tokens` limits each."""
     max_episode_tokens: int | None = at_least(1, None, show="rarely")
@@ -55,11 +90,29 @@ class AgentArgs(Args):
             raise ValueError(
                 f"--tools {' '.join(self.tools)} with --env {self.env}: an environment brings its own tools"
             )
-        own = getattr(self, "advantage", "")
-        if self.credit == "turn" and ":" in own:
-            raise ValueError(f"--credit turn excludes --advantage {own}; give rloo, mean, std or batch_std")
+
+    def _check_given(self, given: Mapping[str, object]) -> None:
+        if self.env:
+            check_env(self.env, "--env")
+        for name in self.tools:
+            check_tool(name, "--tools")
 
     @property
     def plays_episodes(self) -> bool:
         """Whether samples are episodes of several turns."""
         return bool(self.env or self.tools or self.mcp)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentArgs(EpisodeArgs):
+    """Agents."""
+
+    env: str | None = flag(None, required="reward")
+    """Environment to act in over several turns, by name or `package.module:Class`; its reward is named `env`."""
+    credit: Literal["episode", "turn"] = flag("episode", needs="env", excludes=NOT_BY_TURN, show="rarely")
+    """Credit of a turn: the episode's score, or what follows the turn."""
+
+    def _check(self) -> None:
+        own = getattr(self, "advantage", "")
+        if self.credit == "turn" and ":" in own:
+            raise ValueError(f"--credit turn excludes --advantage {own}; give rloo, mean, std or batch_std")
