@@ -25,13 +25,14 @@ import torch
 from torch import Tensor, nn
 
 from lightrlhf.cli.errors import NotFinite, UsageError
-from lightrlhf.cli.groups import EpisodeArgs
+from lightrlhf.cli.groups import AgentArgs, EpisodeArgs
 from lightrlhf.data.batch import Rollout, SampledBatch, masked_batch, mix_seed, number_rows, seeded_noise
 from lightrlhf.data.chat import controls
 from lightrlhf.data.splits import Row
 from lightrlhf.data.tokens import decode, messages_of
 from lightrlhf.data.types import Tokenizer
 from lightrlhf.envs import read_options
+from lightrlhf.envs.agent_sessions import AgentSessions
 from lightrlhf.envs.env_workers import EnvPool
 from lightrlhf.envs.ways import EnvSpec
 from lightrlhf.generation.conversations import Conversation, Plan
@@ -72,6 +73,10 @@ class EpisodeSampler(RolloutSampler):
         module: Any = model
         self.policy: Policy = getattr(module, "module", module)  # without what Fabric wraps it in
         self.pool: Pool = pool or open_pool(run)
+        self.sessions = None
+        if self.served and run.args.agent:
+            self.sessions = AgentSessions(run.args, self.pool, self.served)
+            run.on_end(self.sessions.close)
         self.has_warned = False
         check_template(self.tokenizer, self.pool.tools)
         positions = self.served.room() if self.served else math.inf
@@ -94,17 +99,23 @@ class EpisodeSampler(RolloutSampler):
         seeds = [(mix_seed(*key, groups[i], start=seed), mix_seed(*key, i, start=seed)) for i in own]
         episodes = [new_episode(self.tokenizer, rows[i], *one) for i, one in zip(own, seeds)]
         with self.run.autocast(), nullcontext() if self.served else gather_shards(self.policy):
-            removed = play(episodes, self.pool, self._sample, self.tokenizer, self.limits)
-            while self.served and self.served.sample_any(
-                Request([], turn_noise(self.run.args, []))
-            ):  # other ranks play on
-                pass
+            removed = self._act(episodes)
             rollout = self._rollout(episodes, removed)
-        if self.served:
+        if self.served and self.run.ranks.total(int(rollout.action_mask.sum())):  # not of faults alone
             refuse_gap(self.served, rollout)
         self._warn(episodes)
         group = torch.tensor([groups[i] for i in own], dtype=torch.int64)[rollout.group]
         return dataclasses.replace(rollout, group=group, num_groups=self._num_groups)
+
+    def _act(self, episodes: list[Episode]) -> float:
+        """Play episodes to their end; see `play`."""
+        if self.sessions:
+            self.sessions.play(episodes)
+            return 0.0
+        removed = play(episodes, self.pool, self._sample, self.tokenizer, self.limits)
+        while self.served and self.served.sample_any(Request([], turn_noise(self.run.args, []))):  # other ranks play on
+            pass
+        return removed
 
     def _sample(self, episodes: Sequence[Episode], plans: Sequence[Plan]) -> Completions:
         """The next turn of each episode, of servers or here."""
@@ -172,8 +183,9 @@ def open_pool(run: Run[Any]) -> Pool:
 # ------------------------------------------------------------------------------- also of programs that do not train
 def make_pool(args: EpisodeArgs) -> EnvPool:
     """The environments of the flags. Raises: UsageError when they name none."""
+    agent = args.agent if isinstance(args, AgentArgs) else None
     try:
-        spec = EnvSpec(args.env, read_options(args.env_options), tuple(args.tools), args.mcp)
+        spec = EnvSpec(args.env, read_options(args.env_options), tuple(args.tools), args.mcp, agent)
         json.dumps(spec.options)
     except ValueError as problem:
         raise UsageError(str(problem)) from None

@@ -6,11 +6,12 @@
     --env ws://host:port            a server of OpenEnv, see lightrlhf/envs/openenv.py
     --tools package.module:f …      functions with type hints and docstring
     --mcp "command" or URL          a server of the Model Context Protocol, see lightrlhf/envs/mcp.py
+    --agent package.module:f        a program that plays by itself, see lightrlhf/envs/agent_program.py
     --env, --tools NAME             one of this library, see lightrlhf/cli/groups/agents.py
 
 None of these packages is imported here. A class, or a function that makes an object, is called with `--env_options`.
 
-Left out: TRL's table of several factories; agents that bring their own loop.
+Left out: TRL's table of several factories.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from lightrlhf.cli.errors import UsageError
 from lightrlhf.cli.functions import load_function, parameters_of
 from lightrlhf.cli.groups.agents import EPISODE_ENVS, TOOLS, check_env
 from lightrlhf.envs import construct
+from lightrlhf.envs.agent_program import AgentProgram
 from lightrlhf.envs.mcp import McpEnv
 from lightrlhf.envs.openenv import OpenEnv
 from lightrlhf.envs.tool_env import ToolCaller, ToolEnv
@@ -40,16 +42,19 @@ class EnvSpec:
     options: Mapping[str, Any] = field(default_factory=dict)
     tools: tuple[str, ...] = ()
     mcp: str | None = None
+    agent: str | None = None
 
     @property
     def flag(self) -> str:
-        given = {"env": self.env, "mcp": self.mcp, "tools": " ".join(self.tools)}
+        given = {"env": self.env, "mcp": self.mcp, "agent": self.agent, "tools": " ".join(self.tools)}
         return " ".join(f"--{name} {value}" for name, value in given.items() if value)
 
     def make(self) -> EpisodeEnv:
         """The environment. Raises: UsageError naming the flag."""
-        if bool(self.env) + bool(self.tools) + bool(self.mcp) != 1:
-            raise UsageError("give one of --env, --tools and --mcp")
+        if sum(map(bool, (self.env, self.tools, self.mcp, self.agent))) != 1:
+            raise UsageError("give one of --env, --tools, --mcp and --agent")
+        if self.agent:
+            return AgentProgram(self.agent)
         if self.mcp:
             return McpEnv(self.mcp)
         if self.env is None:

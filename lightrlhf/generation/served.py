@@ -15,7 +15,7 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from lightrlhf.data.types import Tokenizer
 from lightrlhf.generation.engine import Completions
 from lightrlhf.generation.exchange import Exchange, choose_root, version_bytes
 from lightrlhf.generation.server_pool import RolloutServers
+from lightrlhf.generation.vllm import Target
 from lightrlhf.maths.sampling_gap import gap_size
 from lightrlhf.models.quantisation import compute_dtype
 from lightrlhf.models.roles import Policy, vocabulary_size
@@ -113,6 +114,16 @@ class ServedPolicy:
     def sample_any(self, request: Request) -> Completions | None:
         """The responses to a request, of which a rank may have none; None when no rank has a prompt."""
         return self.sample(request)[0] if self.ranks.total(len(request.prompts)) else None
+
+    def publish(self) -> Target:
+        """Give servers the weights of the current step, unless they have them; all ranks call it together."""
+        self._publish()
+        return self._on_first(lambda: cast(Target, self.servers.target))
+
+    def leave_out(self, url: str, problem: Exception) -> None:
+        """Leave a server out, which another client found to have failed, until it has the current weights again."""
+        if self.ranks.is_first:
+            self.servers.leave_out(url, problem)
 
     def room(self) -> float:
         """Tokens of a prompt and its response that all servers have positions for."""

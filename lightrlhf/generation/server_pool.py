@@ -94,6 +94,12 @@ class RolloutServers:
         """
         return self.http.start(self._sample(list(prompts), args, {*ends, *args.eos_ids}, uniforms, allowed))
 
+    def leave_out(self, url: str, problem: Exception) -> None:
+        """Leave the server of an address out, from any thread, until it has the current weights again."""
+        for server in self.servers:
+            if server.client.url == url.rstrip("/"):
+                self.http.loop.call_soon_threadsafe(self._leave_out, server, problem)
+
     def sleep(self, asleep: bool) -> None:
         """Have all servers free the accelerator's memory, or take it again."""
         self.http.start(self._sleep(asleep)).result()

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
 
+from lightrlhf.generation.conversations import Began
 from lightrlhf.generation.server_client import InvalidResponse, ServerClient
 
 LONGEST_TRACE = 2**30  # bytes
@@ -34,7 +35,7 @@ class SessionRow(NamedTuple):
     ids: list[int]
     mask: list[int]
     logprobs: list[float]
-    began: str
+    began: Began
 
 
 class Trace(NamedTuple):
@@ -63,19 +64,30 @@ class ServedSession(NamedTuple):
             is_sound = all(len(row.ids) == len(row.mask) == len(row.logprobs) for row in rows) and all(
                 0 <= turn.start < turn.end <= len(rows[turn.row].ids) for turn in turns
             )
+            spans = [rows[turn.row].mask[turn.start : turn.end] for turn in turns]
+            is_sound &= all(map(all, spans)) and sum(map(len, spans)) == sum(sum(row.mask) for row in rows)
         except (TypeError, KeyError, IndexError):
             is_sound = False
         if not is_sound:
             raise InvalidResponse(f"{self.client.name} sent a trace of another form; use the same version there")
         return trace
 
+    async def end(self) -> None:
+        """End it, and what runs in it."""
+        await self.client.ask(f"/sessions/{self.id}", method="DELETE")
+
+
+async def open_session(client: ServerClient, **settings: Any) -> ServedSession:
+    """A new session; settings: of `POST /sessions`. Raises: see `ask`."""
+    answer = await client.ask("/sessions", settings)
+    return ServedSession(client, answer["id"], answer["key"], client.root + answer["base_url"])
+
 
 @asynccontextmanager
 async def session_of(client: ServerClient, **settings: Any) -> AsyncIterator[ServedSession]:
-    """Context manager: a session, which ends with the block; settings: of `POST /sessions`. Raises: see `ask`."""
-    answer = await client.ask("/sessions", settings)
-    session = ServedSession(client, answer["id"], answer["key"], client.root + answer["base_url"])
+    """Context manager: a session as `open_session` opens it, which ends with the block."""
+    session = await open_session(client, **settings)
     try:
         yield session
     finally:
-        await client.ask(f"/sessions/{session.id}", method="DELETE")
+        await session.end()

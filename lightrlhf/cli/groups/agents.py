@@ -37,6 +37,11 @@ NOT_YET: dict[str, Any] = {
     "aggregation": "constant",
     "advantage": "none",
 }
+NOT_BY_PROGRAMS: dict[str, Any] = {
+    **NOT_YET,
+    **dict.fromkeys(("env", "tools", "mcp", "max_turns", "max_episode_tokens", "max_observation_tokens"), ...),
+    **dict.fromkeys(("eos_ids", "stop_strings"), ...),
+}
 NOT_BY_TURN: dict[str, Any] = {"normalize_each_reward": True, "advantage": "maxrl"}
 
 
@@ -109,6 +114,8 @@ class AgentArgs(EpisodeArgs):
 
     env: str | None = flag(None, required="reward")
     """Environment to act in over several turns, by name or `package.module:Class`; its reward is named `env`."""
+    agent: str | None = flag(None, required="reward", needs="rollout_server", excludes=NOT_BY_PROGRAMS, show="rarely")
+    """Program that plays by itself over OpenAI's chat: `package.module:f`, called as f(task, base_url, api_key)."""
     credit: Literal["episode", "turn"] = flag("episode", needs="env", excludes=NOT_BY_TURN, show="rarely")
     """Credit of a turn: the episode's score, or what follows the turn."""
 
@@ -116,3 +123,12 @@ class AgentArgs(EpisodeArgs):
         own = getattr(self, "advantage", "")
         if self.credit == "turn" and ":" in own:
             raise ValueError(f"--credit turn excludes --advantage {own}; give rloo, mean, std or batch_std")
+
+    def _check_given(self, given: Mapping[str, object]) -> None:
+        if self.agent:
+            check_found(self.agent, f"--agent {self.agent}")
+
+    @property
+    def plays_episodes(self) -> bool:
+        """Whether samples are episodes of several turns."""
+        return super().plays_episodes or bool(self.agent)
