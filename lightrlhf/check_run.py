@@ -33,6 +33,7 @@ from lightrlhf.checks.losses import check_loss
 from lightrlhf.checks.masks import check_mask, check_members, check_texts
 from lightrlhf.checks.pairs import check_pairs
 from lightrlhf.checks.passes import check_passes, check_samples
+from lightrlhf.checks.readers import read_foreign
 from lightrlhf.checks.recomputed import Models, check_own, check_recomputed
 from lightrlhf.checks.runs import check_run_files, read_run
 from lightrlhf.checks.step import Missing, Step, read_steps
@@ -91,7 +92,7 @@ def run(args: CheckRunArgs) -> list[Verdict]:
     elif is_experiment_dir(args.run):
         verdicts = [*check_steps(read_run(args.run)), *check_run_files(args.run), *check_own(args.run)]
     else:
-        steps = read_steps(args.run)
+        steps = read_foreign(args.run) or read_steps(args.run)
         verdicts = check_steps(steps)
         if args.model_name is not None:
             models = Models(args.model_name, args.reference_model, args.model_after, args.other_models)

@@ -35,7 +35,8 @@ def check_advantages(step: Step) -> Verdict:
         fault = "unscored rows taken as 0" if as_zero else "unscored rows have an advantage"
         return Verdict("advantages", WRONG, fault, f"row {row} has no reward and advantage {float(found[row]):.6g}")
     meant = of_groups(scores, group, step.unit)
-    kind = expected or next((name for name, one in meant.items() if fits(found, one)), "std")
+    near = (name for sign in (1, -1) for name, one in meant.items() if fits(sign * found, one))
+    kind = expected or next(near, "std")
     faults = faults_of(step, kind, found, scores, group)
     return judge("advantages", found, Known(meant, faults), [expected] if expected else [], "advantage")
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from lightrlhf.checks.step import Missing, Step
 from lightrlhf.checks.verdicts import RIGHT, WRONG, Verdict
 
+LONG, LEAST_GROUPS = 16, 4  # of texts and groups, so that a policy with one answer is not meant
 CHANCE = 1e-9  # of a coincidence; below it there is a cause
 GIVEN = ("sft", "dpo")  # train on texts of templates, which may write a line break behind the end token
 
@@ -21,6 +22,7 @@ Fault = tuple[str, Tensor, tuple[str, ...]]  # its name, where it is (B, T), and
 def check_mask(step: Step) -> Verdict:
     """Which tokens the loss counts: the response to its end token, which belongs to it."""
     step.need("input_ids", "loss_mask")
+    step.need_tokens()
     trained, attended = step.mask(), step.attended()
     if not bool(trained.any()):
         if step.config.get("mask_truncated") or ("truncated" in step and bool(step.get("truncated").all())):
@@ -161,6 +163,8 @@ def check_members(step: Step) -> Verdict:
         )
     name = next((one for one in ("sampler_logprobs", "old_logprobs", "new_logprobs") if one in step), None)
     if name is None:
+        if (alike := _all_alike(groups, texts)) is not None:
+            return alike
         raise Missing("old_logprobs or sampler_logprobs, to tell what chance gives")
     values = step.get(name)
     sums = torch.where(trained, values, 0.0).sum(1) if values.ndim == 2 else values  # (B,)
@@ -174,6 +178,20 @@ def check_members(step: Step) -> Verdict:
     if log_chance > math.log(CHANCE):
         return Verdict("members", RIGHT, evidence=evidence)
     causes = ("one seed for all requests", "one response copied to all members", "temperature 0 where sampled")
+    return Verdict("members", WRONG, "members share their noise", evidence, causes, "seed of the sampler")
+
+
+def _all_alike(groups: list[int], texts: list[tuple[int, ...]]) -> Verdict | None:
+    """A fault where each group has one long text, and no other group has it: no group has a signal to learn from."""
+    by_group: dict[int, set[tuple[int, ...]]] = {}
+    for group, text in zip(groups, texts):
+        by_group.setdefault(group, set()).add(text)
+    whole = {next(iter(members)) for members in by_group.values() if len(members) == 1}
+    is_long = min(map(len, texts), default=0) >= LONG
+    if len(whole) < max(len(by_group), LEAST_GROUPS) or len(texts) < 2 * len(by_group) or not is_long:
+        return None
+    evidence = f"all {len(texts)} responses of {len(by_group)} groups are the text of their group"
+    causes = ("one seed for all requests", "temperature 0", "one response copied to all members")
     return Verdict("members", WRONG, "members share their noise", evidence, causes, "seed of the sampler")
 
 

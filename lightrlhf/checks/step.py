@@ -110,6 +110,7 @@ CONFIG: dict[str, str] = {
     "first_pass": "true where the update is the first on its samples",
     "entropy_coeff": "coefficient of an entropy bonus, which is not recomputed",
     "dtype": "of the model's passes: float32 (default), bfloat16, float16",
+    "ids": "bytes where the ids stand for the bytes of texts",
     "digits": "significant digits of the numbers, where they were written as text",
     "slope_digits": "significant digits of loss_slopes, where they were measured",
     "slope_targets": "distances of other tokens whose log-probability explains the gradient",
@@ -185,6 +186,11 @@ class Step:
         lacking = [one for one in names if one not in self.arrays and self.config.get(one) is None]
         if lacking:
             raise Missing(", ".join(lacking))
+
+    def need_tokens(self) -> None:
+        """Raises: Missing where the ids stand for texts."""
+        if self.config.get("ids") == "bytes":
+            raise Missing("ids and masks of tokens: the dump has texts")
 
     def get(self, name: str) -> Tensor:
         """An array in float64. Raises: Missing."""

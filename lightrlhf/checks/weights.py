@@ -92,6 +92,7 @@ def _restore_dropout(model: PreTrainedModel, folder: Path) -> None:
 def texts_of(step: Step, vocabulary: int) -> list[Text]:
     """The rows of a step that have a trained token. Raises: Missing."""
     step.need("input_ids", "loss_mask")
+    step.need_tokens()
     attended, mask, ids = step.attended(), step.mask().clone(), step.whole("input_ids")
     mask[:, 0] = False  # nothing predicts it
     texts = []
