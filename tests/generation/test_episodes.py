@@ -8,17 +8,18 @@ from helpers.episodes import LocalPool, Told
 from helpers.errors import error_naming
 from helpers.templates import ZOO
 from helpers.tool_templates import FORMS, tool_tokenizer
+from helpers.trl_templates import FILES, trl_tokenizer
 
 from lightrlhf.cli.errors import RunFailure, UsageError
 from lightrlhf.data.rendering import NAME, TOOLS, called, said
-from lightrlhf.data.tokens import encode_response
+from lightrlhf.data.tokens import encode_response, prompt_text
 from lightrlhf.data.tool_calls import Parsed
 from lightrlhf.data.turn_ends import turn_end, without_end
 from lightrlhf.envs.episode_sampler import rows_of
 from lightrlhf.generation.conversations import Conversation
 from lightrlhf.generation.engine import Completions
 from lightrlhf.generation.episode_env import Answer, Fault
-from lightrlhf.generation.episodes import Episode, Limits, play, shortened
+from lightrlhf.generation.episodes import Episode, Limits, check_template, play, shortened
 
 NO_LIMITS = Limits(turns=4, tokens=10_000, positions=10_000, turn=500, observation=500)
 WORDS = [
@@ -81,11 +82,11 @@ class Writer:
         reply = said("assistant", self.rng.choice(WORDS[1:]))
         if self.tools and kind < 0.8:
             reply = called(*("x", "y z")[: self.rng.randint(1, 2)])
+        end = turn_end(self.tokenizer)
         try:
             ids = encode_response(self.tokenizer, reply, one.messages, self.tools)
-        except UsageError:  # such as two calls, of which the template takes one
-            ids = encode_response(self.tokenizer, called("x") if self.tools else said("assistant", "no"), one.messages)
-        end = turn_end(self.tokenizer)
+        except UsageError:  # such as two calls, of which the template takes one, or an answer that it writes otherwise
+            ids = [*self.tokenizer(reply["content"] or "no")["input_ids"], end]
         ids = ids[: ids.index(end) + 1] if end in ids else ids
         return (without_end(self.tokenizer, ids) or ids, True) if kind > 0.9 else (ids, False)
 
@@ -93,9 +94,28 @@ class Writer:
 @pytest.mark.parametrize(("name", "tools"), [*((name, True) for name in FORMS), *((name, False) for name in ZOO)])
 def test_rows_are_what_was_read_and_sampled(name, tools):
     """Over random episodes with faults of all kinds; the rows' ids and masks are the engine's, token for token."""
-    tokenizer = tool_tokenizer(name) if tools else ZOO[name].tokenizer
+    check_random_episodes(
+        tool_tokenizer(name) if tools else ZOO[name].tokenizer, tools, random.Random(f"{name} {tools}")
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not FILES, reason="needs TRL's chat templates: pip install trl")
+@pytest.mark.parametrize("tools", [True, False], ids=["tools", "texts"])
+@pytest.mark.parametrize("name", FILES)
+def test_rows_are_what_was_read_and_sampled_with_templates_of_trl(name, tools):
+    """A template that no episode can be rendered by is refused in one line before anything is sampled."""
+    tokenizer = trl_tokenizer(name)
+    try:
+        check_template(tokenizer, TOOLS if tools else None)
+        prompt_text(tokenizer, [said("user", "Hello there")], TOOLS if tools else None)
+    except UsageError as problem:
+        pytest.skip(f"refused: {problem}")
+    check_random_episodes(tokenizer, tools, random.Random(f"{name} {tools}"))
+
+
+def check_random_episodes(tokenizer, tools: bool, rng: random.Random) -> None:
     schemas = TOOLS if tools else None
-    rng = random.Random(f"{name} {tools}")
     writer = Writer(tokenizer, schemas, rng)
     pool = LocalPool(lambda: Answers(schemas, rng), size=5, order=1)
     episodes = [new_episode(tokenizer) for _ in range(20)]
