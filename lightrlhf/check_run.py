@@ -71,7 +71,7 @@ class CheckRunArgs(Args):
     run: str = flag(positional=True)
     """A step (.npz, or a folder with rows.jsonl), a folder of steps, or an experiment dir."""
     follow: bool = False
-    """Diagnose the curves so far (metrics.jsonl, or trainer_state.json), not the steps."""
+    """Diagnose the curves so far (metrics.jsonl, trainer_state.json, TensorBoard's files), not the steps."""
     model_name: str | None = None
     """Weights before the step: a folder, experiment dir or hub name; then log-probabilities are recomputed."""
     reference_model: str | None = flag(None, needs="model_name", show="rarely")

@@ -6,7 +6,7 @@ import random
 import pytest
 
 from lightrlhf import check_run
-from lightrlhf.checks.curves import NAMES, change
+from lightrlhf.checks.curves import NAMES, change, read_curves
 
 ROWS = 40
 
@@ -17,13 +17,20 @@ def curve(start: float, end: float, noise: float = 0.02) -> list[float]:
 
 
 CLEAN = {"score": curve(0, 1), "kl": curve(0, 3), "equal": curve(0.2, 0.3), "truncated": curve(0.5, 0.1)}
-CLEAN |= {"length": curve(20, 30), "audit": curve(0, 0.8)}
+CLEAN |= {"length": curve(20, 30), "audit": curve(0, 0.8), "entropy": curve(3, 1), "loss": curve(0, 0)}
+CLEAN |= {"gradient": curve(1, 0.5), "rate": curve(1e-3, 1e-3, 0)}
+OF_OUR_RUNS = {"ratio"}  # only they say that a rollout has one update
 FAULTS = {
     "all groups equal": {"equal": [0.5] * 20 + [1.0] * 20},
     "everything truncated": {"truncated": [1] * ROWS},
     "KL rises and the reward falls": {"score": curve(0.5, 0.1), "audit": curve(0.5, 0.9)},
     "reward up and audit down": {"audit": curve(0.5, 0.1), "length": curve(20, 20)},
-    "length rises and the audit falls": {"score": curve(0.5, 0.5), "kl": curve(1, 1), "audit": curve(0.5, 0.1)},
+    "length rises and the audit falls": {"score": curve(0.5, 0.5), "kl": curve(1, 2), "audit": curve(0.5, 0.1)},
+    "KL runs away": {"kl": [0.01 * 1.25**i * (1 + 0.02 * (-1) ** i) for i in range(ROWS)], "score": curve(0.5, 0.5)},
+    "entropy gone": {"entropy": [3 * 0.8**i * (1 + 0.02 * (-1) ** i) for i in range(ROWS)], "score": curve(0.5, 0.5)},
+    "the policy does not move": {"kl": curve(0, 0), "score": curve(0.5, 0.5)},
+    "no gradient": {"gradient": curve(0, 0, 0)},
+    "numbers are not finite": {"gradient": [1.0] * 39 + [float("inf")]},
 }
 
 
@@ -44,7 +51,7 @@ def write(folder, curves, column: int):
 def test_a_known_end_is_named(tmp_path, fault, column):
     found = write(tmp_path / "run", CLEAN | FAULTS.get(fault, {}), column)
     assert {one.fault for one in found if one.says == "wrong"} == ({fault} if fault else set())
-    assert all(one.says != "cannot tell" for one in found)
+    assert {one.name for one in found if one.says == "cannot tell"} <= OF_OUR_RUNS | ({"kl"} if fault else set())
 
 
 @pytest.mark.parametrize("name, other", [("kl", "score"), ("length", "audit"), ("audit", "audit")])
@@ -64,3 +71,41 @@ def test_curves_that_are_missing_or_short_are_named(tmp_path):
     found = {one.name: one for one in write(tmp_path / "run", {"score": CLEAN["score"]}, 0)}
     assert found["kl"].says == "cannot tell" and found["kl"].evidence == "needs objective/kl or kl"
     assert change([0, 0.1, 0] * 4)[0] == 0
+
+
+def test_a_loss_of_0_is_said_to_be_right(tmp_path):
+    found = {one.name: one for one in write(tmp_path / "run", CLEAN, 0)}
+    assert found["loss"].says == "right" and "look at the reward" in found["loss"].evidence
+
+
+def test_margins_that_stay_at_0_and_adapters_that_do_not_learn_are_named(tmp_path):
+    still = write(tmp_path / "dpo", {"margins": curve(0, 0), "rate": curve(1e-6, 1e-6, 0)}, 1)
+    assert {one.fault for one in still if one.says == "wrong"} == {"the policy does not move"}
+    assert not [one for one in write(tmp_path / "learns", {"margins": curve(0, 1)}, 1) if one.says == "wrong"]
+    (tmp_path / "lora").mkdir()
+    (tmp_path / "lora" / "args.json").write_text(json.dumps({"finetune_mode": "lora"}))
+    found = write(tmp_path / "lora", CLEAN | FAULTS["the policy does not move"], 0)
+    assert {one.fault for one in found if one.says == "wrong"} == {"learning rate too low for LoRA"}
+
+
+@pytest.mark.parametrize(
+    "ratio, fault", [([1.0] * ROWS, set()), (curve(1.01, 1.01, 1e-3), {"ratio not 1 at the first pass"})]
+)
+def test_the_ratio_of_only_updates_is_1(tmp_path, ratio, fault):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "args.json").write_text(json.dumps({"disable_dropout": True}))
+    found = write(tmp_path / "run", CLEAN | {"ratio": ratio}, 0)
+    assert {one.fault for one in found if one.says == "wrong"} == fault
+
+
+def test_files_of_tensorboard_are_read_by_their_tags(tmp_path):
+    from torch.utils.tensorboard import SummaryWriter
+
+    with SummaryWriter(str(tmp_path / "runs" / "one")) as writer:
+        for i in range(ROWS):
+            for name, values in {"train/reward": CLEAN["score"], "train/kl": CLEAN["kl"]}.items():
+                writer.add_scalar(name, values[i], i)
+    found = read_curves(str(tmp_path))
+    assert found["kl"] == pytest.approx(CLEAN["kl"], abs=1e-6) and len(found["score"]) == ROWS
+    says = {one.name: one.says for one in check_run.run(check_run.CheckRunArgs(run=str(tmp_path), follow=True))}
+    assert says["kl"] == "right" and says["entropy"] == "cannot tell"
