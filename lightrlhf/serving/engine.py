@@ -59,6 +59,7 @@ class Engine:
         self.tokenizer, self.name, self.root, self.num_slots, self.dtype = tokenizer, name, root, num_slots, dtype
         self.policy, self.num_reloads = policy, 0
         self.adapters = NamedAdapters(policy, name, merged_into)
+        self.longest_token = max(map(len, tokenizer.get_vocab()))  # in characters
         self.version = "default"  # of the weights, a name that clients give
         self.scheduler = Scheduler(tokenizer, num_slots, cache_bytes, self._autocast)
         self.packed: dict[tuple[Policy, torch.dtype], Any] = {}  # weights for requests with noise
@@ -66,7 +67,8 @@ class Engine:
     def limits(self) -> Served:
         """The model's limits, which requests are checked against."""
         positions = getattr(self.policy.model.config, "max_position_embeddings", None) or UNLIMITED
-        return Served(self.tokenizer, vocabulary_size(self.policy), positions, [self.name, *self.adapters.by_name])
+        models = [self.name, *self.adapters.by_name]
+        return Served(self.tokenizer, vocabulary_size(self.policy), positions, positions * self.longest_token, models)
 
     # ------------------------------------------------------------------------------------------------------ completions
     async def complete(self, request: Completion) -> Answer:

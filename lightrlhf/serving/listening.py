@@ -93,14 +93,6 @@ def most_connections() -> int:
 def serve(app: ASGIApp, listener: socket.socket, ready: str) -> None:
     """Answer requests at a bound socket; prints `ready` once they are answered."""
     protocol = limited(most_connections())
-    config = uvicorn.Config(
-        app,
-        loop="asyncio",
-        http=protocol,
-        ws="none",
-        lifespan="off",
-        log_level="warning",
-        access_log=False,
-        backlog=ACCEPTED,
-    )
+    options: dict[str, Any] = {"ws": "none", "lifespan": "off", "log_level": "warning", "access_log": False}
+    config = uvicorn.Config(app, loop="asyncio", http=protocol, backlog=ACCEPTED, **options)
     Server(config, ready).run(sockets=[listener])

@@ -43,6 +43,7 @@ class Served(NamedTuple):
     tokenizer: Tokenizer
     vocabulary: int  # token ids are below
     positions: int  # of prompt and response together
+    characters: int  # of a prompt: of all positions, each with the longest token
     models: Sequence[str]  # the model's name, then its adapters'
 
     def name_of(self, model: str | None) -> str:
@@ -191,12 +192,20 @@ def encode(prompt: str | Messages, served: Served, tools: list[Json] | None = No
     """
     if not isinstance(prompt, str) and not served.tokenizer.chat_template:
         raise Refusal("this model's tokenizer has no chat template; send a prompt to /v1/completions")
+    check_size(prompt, served)
     if tools:
         schema_of(served.tokenizer)
     ids = encode_prompt(served.tokenizer, prompt, tools)
     if not ids:
         raise Refusal("the prompt has no tokens")
     return ids
+
+
+def check_size(prompt: str | Messages, served: Served) -> None:
+    """Raises: Refusal of a text that cannot fit, before it is tokenised, which may take a minute."""
+    count = len(prompt) if isinstance(prompt, str) else sum(len(message["content"]) for message in prompt)
+    if count > served.characters:
+        raise Refusal(f"a prompt of {count} characters does not fit into the {served.positions} positions; shorten it")
 
 
 def check_ids(ids: Sequence[int], where: str, vocabulary: int) -> None:

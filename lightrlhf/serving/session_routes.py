@@ -26,7 +26,7 @@ from lightrlhf.serving.answers import LEAST, Answer, Choice, Writer
 from lightrlhf.serving.bodies import Json, Message, Refusal, read
 from lightrlhf.serving.engine import Engine
 from lightrlhf.serving.handling import Intake, stream, unless_gone
-from lightrlhf.serving.requests import completion_of, read_chat
+from lightrlhf.serving.requests import check_size, completion_of, read_chat
 from lightrlhf.serving.sessions import Session, Sessions, Settings
 
 MOST_WAITING = 16  # requests of one session
@@ -152,11 +152,11 @@ class SessionTurn:
 
     def _plan(self) -> Plan:
         """The ids that are read, and the request to sample behind them with the session's noise."""
-        settings, body = self.session.settings, self.body
+        settings, body, served = self.session.settings, self.body, self.routes.engine.limits()
+        check_size(self.messages, served)
         plan = self.session.conversation.begin(self.messages, self.tools)
         if body.seed is None and body.noise is None:
             body = body.model_copy(update={"seed": mix_seed(settings.seed, plan.number)})
-        served = self.routes.engine.limits()
         self.asked = completion_of(body, [plan.ids], served, self.tools, settings.max_tokens)
         self.writer = Writer(self.routes.texts, self.asked)
         return plan
@@ -177,19 +177,10 @@ class SessionTurn:
         answer = self.writer.whole(about._replace(choices=[choice]))
         (row,) = answer["choices"]
         if choice.ids:
-            self.session.conversation.end(
-                plan,
-                self.given,
-                self.messages,
-                self.tools,
-                [*choice.ids],
-                [max(value, LEAST) for value in choice.logprobs],
-                reply_of(row["message"]),
-                row["finish_reason"] if stop_reason in ("stop", "length") else stop_reason,
-                about.version,
-                model=self.asked.model,
-                cached=about.cached,
-            )
+            why = row["finish_reason"] if stop_reason in ("stop", "length") else stop_reason
+            found = [*choice.ids], [max(value, LEAST) for value in choice.logprobs], reply_of(row["message"]), why
+            turn = plan, self.given, self.messages, self.tools, *found, about.version
+            self.session.conversation.end(*turn, model=self.asked.model, cached=about.cached)
         return answer
 
     def _finish(self, job: asyncio.Future[Json]) -> None:

@@ -26,7 +26,7 @@ class Scripted:
         self.scheduler = SimpleNamespace(num_waiting=lambda: 0)
 
     def limits(self) -> Served:
-        return Served(self.tokenizer, len(self.tokenizer), 100_000, ["model"])
+        return Served(self.tokenizer, len(self.tokenizer), 100_000, 100_000, ["model"])
 
     def _choice(self) -> Choice:
         text = self.texts[self.num_given % len(self.texts)]

@@ -14,12 +14,13 @@ from helpers import save_model
 from helpers.processes import PATIENCE
 
 from lightrlhf.cli.groups import ModelArgs
+from lightrlhf.generation.conversations import Conversation
 from lightrlhf.models.loading import load_policy
-from lightrlhf.serving import app, handling, listening
+from lightrlhf.serving import app, handling, listening, requests
 from lightrlhf.serving.engine import Engine
 
 KEY = "key of the tests"
-TEXT = "/v1/completions"
+TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 GOOD = {"prompt": [5, 6], "max_tokens": 3}
 
 
@@ -165,6 +166,7 @@ def test_health_is_answered_while_a_long_prompt_is_read(server, engine, monkeypa
         return read(body, served, chat)
 
     monkeypatch.setattr(app, "read_completion", slow)
+    monkeypatch.setattr(engine, "longest_token", 2**20)
     with ThreadPoolExecutor() as pool:
         long = pool.submit(server.ask, {"prompt": "a tea " * 2**17, "max_tokens": 2})
         assert began.wait(PATIENCE)
@@ -175,8 +177,23 @@ def test_health_is_answered_while_a_long_prompt_is_read(server, engine, monkeypa
         assert long.result().status_code == 400 and "positions" in long.result().text
 
 
+def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(server, engine, monkeypatch):
+    most = engine.limits().characters
+    assert most == engine.limits().positions * max(map(len, engine.tokenizer.get_vocab()))
+    message = {"role": "user", "content": "a" * (most // 2 + 1)}
+    session = server.ask({}, "/sessions").json()
+    monkeypatch.setattr(requests, "encode_prompt", lambda *given: 1 / 0)
+    monkeypatch.setattr(Conversation, "begin", lambda *given: 1 / 0)
+    chat = {"messages": [message, message]}
+    asked = [(TEXT, {"prompt": "a" * (most + 1)}), (CHAT, chat), (f"/sessions/{session['id']}{CHAT}", chat)]
+    for path, body in asked:
+        answer = server.ask(body, path)
+        assert answer.status_code == 400 and "characters does not fit" in answer.text
+
+
 @pytest.mark.slow
-def test_health_is_answered_all_along_while_a_prompt_of_4_mb_is_read(server):
+def test_health_is_answered_all_along_while_a_prompt_of_4_mb_is_read(server, engine, monkeypatch):
+    monkeypatch.setattr(engine, "longest_token", 2**20)
     waits, began = [], time.monotonic()
     with ThreadPoolExecutor() as pool:
         long = pool.submit(server.ask, {"prompt": "a tea " * (2**22 // 6), "max_tokens": 2})

@@ -435,7 +435,7 @@ def scripted(tokenizer, ids: list[int]):
         scheduler = SimpleNamespace(num_waiting=lambda: 0)
 
         def limits(self):
-            return Served(tokenizer, len(tokenizer), 2048, ["model"])
+            return Served(tokenizer, len(tokenizer), 2048, 2**20, ["model"])
 
         async def stream(self, request):
             yield 0, Choice(ids, [-0.5] * len(ids), "stop"), Answer([], None, "v1")
