@@ -3,17 +3,18 @@
 The teacher is the café's PPO policy (`cafe_methods`). The student has half of its width, and starts from SFT on the
 demonstrations. Every arm sees 3,072 samples in 48 updates of 64:
 
-    distill, position     the student's samples, the reverse KL of each position
-    distill, sequence     the student's samples, eight to a prompt, the KL of whole responses
+    distill by position   the student's samples, the reverse KL of each position
+    distill by sequence   the student's samples, eight to a prompt, the KL of whole responses
     GRPO                  the student's samples, eight to a prompt, scored by the reward model of the teacher's training
     SFT on the teacher    the teacher's samples
 
 Of each arm the learning rate is chosen among the same three on seed 0, by the reward model's score of the answers to
 the validation prompts, never by the gold judge or by the KL, which are what is compared. Then the other seeds are
-trained at that rate. Checkpoints after 1/8, 1/4, 1/2, 3/4 and all of the updates answer the test prompts. Read: gold
-score, KL(student || teacher) on the student's answers and KL(teacher || student) on the teacher's, in nats a response,
-and length, at equal samples (the end) and at equal time, where the fastest arm with that seed ended. Time is
-processor seconds of the whole run, shared out evenly over its updates; for SFT it includes the teacher's sampling.
+trained at that rate, one seed after the other, so that a run that is cut short has all arms of its seeds. The start and
+the checkpoints after 1/4, 1/2 and all of the updates answer the same 128 test prompts. Read: gold score,
+KL(student || teacher) on the student's answers and KL(teacher || student) on the teacher's, in nats a response, and
+length, at equal samples (the end) and at equal time, where the fastest arm with that seed ended. Time is processor
+seconds of the whole run, shared out evenly over its updates; for SFT it includes the teacher's sampling.
 
 Results are stored as they come: the same command resumes after a kill, and `--seeds 6 7` adds two to those there.
 
@@ -22,9 +23,10 @@ Results are stored as they come: the same command resumes after a kill, and `--s
 
 from __future__ import annotations
 
+import json
 import time
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, product
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -49,7 +51,8 @@ from lightrlhf.storage.checkpoint import checkpoints
 from lightrlhf.storage.jsonl import read_jsonl
 from lightrlhf.storage.results import print_table
 
-READ_AT, SMOKE_READ_AT = (6, 12, 24, 36, 48), (1, 2)  # updates; the last is the end
+READ_AT, SMOKE_READ_AT = (12, 24, 48), (1, 2)  # updates; the last is the end
+READ_PROMPTS, SMOKE_PROMPTS = 128, 8  # that a checkpoint answers
 RATES = [3e-4, 1e-3, 3e-3]
 TEACHER_RATE = 1e-3  # of PPO, as `critic_free_cafe` chose it
 STUDENT = {  # a quarter of the teacher's parameters
@@ -66,8 +69,8 @@ SCHEDULE = {name: COMMON[name] for name in ("accelerator", "logger", "lr_schedul
 SAMPLING = SCHEDULE | BATCHES | {"max_new_tokens": 96, "rollout_mini_batch_size": RESPONSES}
 EIGHT = {"num_generations": 8, "rollout_size": RESPONSES // 8}
 ARMS: dict[str, tuple[ModuleType, dict[str, Any]]] = {
-    "distill, position": (distill, SAMPLING | {"rollout_size": RESPONSES}),
-    "distill, sequence": (distill, SAMPLING | EIGHT | {"objective": "sequence"}),
+    "distill by position": (distill, SAMPLING | {"rollout_size": RESPONSES}),
+    "distill by sequence": (distill, SAMPLING | EIGHT | {"objective": "sequence"}),
     "GRPO": (grpo, COMMON | GROUPED),
     "SFT on the teacher": (sft, SCHEDULE | BATCHES | {"use_targets": True, "epochs": 9}),
 }
@@ -101,16 +104,22 @@ def main(argv: list[str] | None = None) -> dict[str, bool]:
     folder = Path(args.output_dir).resolve()
     arms, seeds = args.arms or list(ARMS), args.seeds or FIVE
     settings = {"arms": {name: flags for name, (_, flags) in ARMS.items()}, "rates": RATES, "read_at": READ_AT}
-    settings |= {"student": STUDENT, "student_sft": STUDENT_SFT, "teacher_rate": TEACHER_RATE, "smoke": args.smoke}
+    settings |= {
+        "read_prompts": READ_PROMPTS,
+        "student": STUDENT,
+        "student_sft": STUDENT_SFT,
+        "teacher_rate": TEACHER_RATE,
+        "smoke": args.smoke,
+    }
     with results("distilled_cafe", folder, settings) as writer:
         for arm in arms:
             for rate in RATES:
                 if not any((row["arm"], row["learning_rate"]) == (arm, rate) for row in writer.rows if not row["seed"]):
                     writer.append(run_trial(folder, arm, rate, args.smoke) | made_by())
-            rate = best_rate(row for row in writer.rows if row["arm"] == arm and not row["seed"])
-            for seed in seeds:
-                if not any((row["arm"], row["seed"]) == (arm, seed) for row in writer.rows):
-                    writer.append(run_seed(folder, arm, seed, rate, args.smoke) | made_by())
+        for seed, arm in product(seeds, arms):
+            if not any((row["arm"], row["seed"]) == (arm, seed) for row in writer.rows):
+                rate = best_rate(row for row in writer.rows if row["arm"] == arm and not row["seed"])
+                writer.append(run_seed(folder, arm, seed, rate, args.smoke) | made_by())
         rows = [row for row in writer.rows if row["seed"]]
     print(f"\n{(time.perf_counter() - started) / 60:.1f} minutes")
     seeds = common_seeds(rows, arms)
@@ -176,7 +185,7 @@ def trained(folder: Path, arm: str, seed: int, rate: float, smoke: bool) -> tupl
     data, _, reward = prepared(own, seed, smoke)
     program, flags = ARMS[arm]
     where: dict[str, Any] = {"sft_experiment_dir": student_of(folder, seed, smoke), "seed": seed, "learning_rate": rate}
-    where |= {"log_dir": own / "logs" / f"{arm.replace(', ', '-')}-{rate:g}", "max_steps": steps[-1]}
+    where |= {"log_dir": own / "logs" / f"{arm.replace(' ', '-')}-{rate:g}", "max_steps": steps[-1]}
     teacher = teacher_of(folder, seed, smoke)
     began = time.process_time()
     if program is sft:
@@ -195,7 +204,8 @@ def evaluated(folder: Path, seed: int, smoke: bool, models: list[str], reference
     """Results of models on the prompts of a split."""
     own = folder / f"seed-{seed}"
     data, _, reward = prepared(own, seed, smoke)
-    flags = {"max_new_tokens": 96, "rollout_mini_batch_size": 128, "num_samples": 8 if smoke else None}
+    count = SMOKE_PROMPTS if smoke else READ_PROMPTS
+    flags = {"max_new_tokens": 96, "rollout_mini_batch_size": 128, "num_samples": count}
     where = {"model_name": models, "reference_dir": reference, "rm_experiment_dir": reward, "data_dir": data}
     return logged(own / "output.txt", evaluate, **where, **flags, split=split, accelerator="cpu")
 
@@ -211,27 +221,26 @@ def run_trial(folder: Path, arm: str, rate: float, smoke: bool) -> Row:
 
 def run_seed(folder: Path, arm: str, seed: int, rate: float, smoke: bool) -> Row:
     """Train one arm; returns its curve, measured on test prompts."""
-    steps, teacher = (0, *read_steps(smoke)), teacher_of(folder, seed, smoke)
+    steps = (0, *read_steps(smoke))
     experiment, seconds = trained(folder, arm, seed, rate, smoke)
     by_step = {int(path.name.partition("-")[2]): str(path) for path in checkpoints(Path(experiment))}
-    models = [student_of(folder, seed, smoke), *(by_step[step] for step in steps[1:])]
-    tested = evaluated(folder, seed, smoke, models, teacher, "test")
-    of_teacher = [evaluated(folder, seed, smoke, [teacher], model, "test")[0] for model in models]
+    start = made(folder / f"seed-{seed}" / "start.json", lambda: json.dumps(read(folder, seed, smoke, None)))
+    found = [json.loads(start), *(read(folder, seed, smoke, by_step[step]) for step in steps[1:])]
     curve = [
-        {
-            "samples": step * RESPONSES,
-            "seconds": seconds * step / steps[-1],
-            "gold": own["gold"],
-            "kl": own["kl"],
-            "kl_of_teacher": other["kl"],
-            "length": own["mean_length"],
-            "reward": own["reward"],
-        }
-        for step, own, other in zip(steps, tested, of_teacher, strict=True)
+        {"samples": step * RESPONSES, "seconds": seconds * step / steps[-1]} | values
+        for step, values in zip(steps, found, strict=True)
     ]
     print(f"{arm}, seed {seed}: " + ", ".join(f"{name} {curve[-1][name]:.3f}" for name in MEASURES), flush=True)
-    row = {"arm": arm, "seed": seed, "learning_rate": rate, "curve": curve, "seconds": seconds}
-    return row | {"teacher": {name: of_teacher[0][name] for name in ("gold", "mean_length", "reward")}}
+    return {"arm": arm, "seed": seed, "learning_rate": rate, "curve": curve, "seconds": seconds}
+
+
+def read(folder: Path, seed: int, smoke: bool, model: str | None) -> Row:
+    """What a checkpoint of the student, by default its start, and the teacher say to test prompts."""
+    teacher, student = teacher_of(folder, seed, smoke), model or student_of(folder, seed, smoke)
+    (own,) = evaluated(folder, seed, smoke, [student], teacher, "test")
+    (other,) = evaluated(folder, seed, smoke, [teacher], student, "test")
+    values = {"gold": own["gold"], "kl": own["kl"], "kl_of_teacher": other["kl"], "length": own["mean_length"]}
+    return values | {"reward": own["reward"], "teacher_gold": other["gold"], "teacher_reward": other["reward"]}
 
 
 # ---------------------------------------------------------------------------------------------------------- results

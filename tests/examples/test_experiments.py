@@ -233,7 +233,7 @@ FLAGS = {
         *(reward_hack.GRPO | reward_hack.QUIET, reasoning.GRPO, real_reasoning.GRPO, real_dialogues.GRPO),
         *agents.ARMS.values(),
     ],
-    "lightrlhf.distill": [distilled_cafe.ARMS[f"distill, {name}"][1] for name in ("position", "sequence")],
+    "lightrlhf.distill": [distilled_cafe.ARMS[f"distill by {name}"][1] for name in ("position", "sequence")],
     "lightrlhf.dpo": [online_cafe.DPO, real_dialogues.DPO],
     "lightrlhf.online_dpo": [online_cafe.ONLINE, hidden_map.ONLINE, *hidden_map.ARMS.values()],
     "lightrlhf.iterative_refuel": [
