@@ -79,7 +79,7 @@ def loss_of(
     batch = response_batch([[9]], [list(text)], 0)
     at = torch.arange(len(text)), torch.tensor(text)
     before = old.logprobs(text).detach()
-    told = told_by(teacher, text, args.teacher_top_k if args.estimator == "top_k" else 0)
+    told, here = told_by(teacher, text, args.teacher_top_k if args.estimator == "top_k" else 0), None
     mask = batch.action_mask
     if args.estimator == "k1":
         cost = before[at][None] - told.logprobs
@@ -89,7 +89,10 @@ def loss_of(
         found = [divergence_at(old, teacher, text[:t], args).detach() for t in range(len(text))]
         costs = later_sum(torch.stack(found)[None], mask) if args.objective == "sequence" else None
     learned = batch.extend(TaughtBatch, logprobs=before[at][None], place=torch.arange(1))
-    lesson = Lesson(run_of(**{name: getattr(args, name) for name in FLAGS}), None, batch, told, costs=costs, **weights)
+    if args.estimator == "exact":
+        own = teacher.logprobs(text).detach()
+        told, here = None, SimpleNamespace(logits_of=lambda seen: lambda rows: own[rows])
+    lesson = Lesson(run_of(**{name: getattr(args, name) for name in FLAGS}), here, batch, told, costs=costs, **weights)
     total, _ = lesson.function(learned)(student.logprobs(text), slice(0, len(text)))
     return total
 
@@ -97,6 +100,10 @@ def loss_of(
 FLAGS = ("estimator", "objective", "beta", "teacher_top_k")
 TOP = {"estimator": "top_k", "teacher_top_k": 1}
 SETTINGS = [
+    {},
+    {"beta": 0.0},
+    {"beta": 0.3},
+    {"objective": "sequence"},
     {"estimator": "k1"},
     {"estimator": "k1", "objective": "sequence"},
     TOP,
