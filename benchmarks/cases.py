@@ -106,6 +106,14 @@ class Bench:
             write_models(folder, SIZES[scale.size], longest and max(MEAN_SHARE * longest, 2))
         return folder
 
+    def teacher(self, scale: Scale, longest: int | None) -> Path:
+        """A model of the same vocabulary, twice as wide and deep."""
+        folder, student = self.models(scale, longest) / "teacher", SIZES[scale.size]
+        if not folder.is_dir():
+            names = ("hidden_size", "intermediate_size", "num_hidden_layers")
+            write_models(folder, replace(student, **{name: 2 * getattr(student, name) for name in names}), None)
+        return folder / "policy"
+
     def data(self, scale: Scale, dialogues: bool = False) -> Path:
         """Folder of the splits; with `dialogues` prompts are conversations, longer than their responses."""
         folder = self.folder / "data" / f"{scale.size}{'-dialogues' * dialogues}"
@@ -232,6 +240,8 @@ def all_cases(bench: Bench, no_bf16: str | None) -> dict[str, Callable[[], Case]
         for lengths, goal in (("full", 2), ("skewed", 3)):
             for ratio in scale.grpo_ratios:
                 cases[f"grpo-{lengths}-{ratio}-{size}"] = partial(grpo, bench, scale, lengths, ratio, bf16, goal)
+        for lengths in ("full", "skewed"):
+            cases[f"distill-{lengths}-{size}"] = partial(distill, bench, scale, lengths, bf16)
     first, largest = bench.scales[0], bench.scales[0] if bench.quick else MEMORY
     if not bench.cuda:
         cases[f"rollout-samples-{first.size}-bf16"] = partial(rollout, bench, first, "samples", True, 3.5, no_bf16)
@@ -468,6 +478,45 @@ def grpo(bench: Bench, scale: Scale, lengths: str, ratio: int, bf16: bool, goal:
         ],
         floor={"kind": "grpo", "model": str(models / "policy"), "data": str(data), "samples": k}
         | {"mean_length": mean, "bytes_per_number": 2 if bf16 else 4},
+    )
+
+
+def distill(bench: Bench, scale: Scale, lengths: str, bf16: bool) -> Case:
+    """One update for each rollout, by the reverse KL of the whole vocabulary, which is the default of both."""
+    longest, rows = scale.ppo_new_tokens, scale.rollout
+    skewed = longest if lengths == "skewed" else None
+    models, data, teacher = bench.models(scale, skewed), bench.subset(scale, rows), bench.teacher(scale, skewed)
+    flags = {
+        "sft_experiment_dir": models / "policy",
+        "teacher": teacher,
+        "rollout_size": rows,
+        "rollout_mini_batch_size": rows,
+        "mini_batch_size": rows,
+        "max_new_tokens": longest,
+        "learning_rate": LEARNING_RATE,
+    }
+
+    def peer(batch: int, cache: str, **options: Any) -> Side:
+        cut = {"batch": batch, "accumulation": rows // batch, "options": options, "steps": 1}
+        label = f"DistillationTrainer, passes of {batch} rows, {cache} cache"
+        return bench.trl("distill", label, models, data, bf16, max_new_tokens=longest, **cut)
+
+    words = f"mean {round(MEAN_SHARE * longest)} of {longest}" if skewed else f"all {longest}"
+    return Case(
+        what=f"Distillation iteration, {scale.size}: {rows} samples, {words} tokens; a teacher twice as wide and deep",
+        unit="samples",
+        units=rows,
+        goal=1.5,
+        memory_goal=1,
+        ours=[
+            bench.program("lightrlhf.distill", f"passes of {cut} rows", flags, bf16, 1, data, micro_batch_size=cut)
+            for cut in sorted({bench.small_pass, min(4 * bench.small_pass, rows)})
+        ],
+        peers=[
+            peer(rows // 8, "dynamic"),
+            peer(rows // 2, "dynamic"),
+            peer(rows // 8, "static", cache_implementation="static"),
+        ],
     )
 
 

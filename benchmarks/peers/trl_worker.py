@@ -147,6 +147,25 @@ def grpo(callback: Any, gate: Gate, tokenizer: Any, dataset: Any) -> Any:
     )
 
 
+def distill(callback: Any, gate: Gate, tokenizer: Any, dataset: Any) -> Any:
+    """The defaults: a response to each prompt, the reverse KL, one update for each rollout."""
+    from trl import DistillationConfig, DistillationTrainer
+
+    prompts = [row["input_ids"] for row in rows("prompts")]
+    texts = [tokenizer.decode(ids) for ids in prompts]
+    assert tokenizer(texts)["input_ids"] == prompts, "the text is tokenised differently"
+    args = DistillationConfig(**settings(max_completion_length=work["max_new_tokens"]))
+    assert (args.beta, args.temperature, args.top_p) == (1, 1, 1)
+    return DistillationTrainer(
+        load("CausalLM", "policy"),
+        load("CausalLM", "teacher/policy"),
+        args=args,
+        train_dataset=dataset.from_list([{"prompt": text} for text in texts]),
+        processing_class=tokenizer,
+        callbacks=[callback],
+    )
+
+
 def ppo(callback: Any, gate: Gate, tokenizer: Any, dataset: Any) -> Any:
     from trl.experimental.ppo import PPOConfig, PPOTrainer
 
@@ -180,7 +199,7 @@ def main() -> None:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(f"{work['models']}/policy")
-    trainers = {"sft": sft, "reward": reward, "dpo": dpo, "grpo": grpo, "ppo": ppo}
+    trainers = {"sft": sft, "reward": reward, "dpo": dpo, "grpo": grpo, "distill": distill, "ppo": ppo}
     trainers[work["kind"]](callback, gate, tokenizer, Dataset).train()
 
 
