@@ -96,3 +96,18 @@ def in_buckets(logprobs: Tensor, ids: Tensor) -> Tensor:
     """
     others = logprobs.scatter(1, ids, -math.inf).logsumexp(-1, keepdim=True)
     return torch.cat([logprobs.gather(1, ids), others], -1)
+
+
+# ------------------------------------------------------------------------------------- tokens of another tokenizer
+def span_logprobs(logprobs: Tensor, ids: Tensor, span: Tensor) -> Tensor:
+    """Log-probabilities of spans of tokens with each token in place of the last: (N, V), (N,), (N,) -> (S, V).
+
+    The chain rule for tokens that another tokenizer merges: p(y_1) .. p(y_k-1 | y_<k-1) p(v | y_<k) at v. A row sums to
+    the probability of the earlier tokens. logprobs: row t is of token t, so of a model's output one position before;
+    span: numbers from 0, in order. No program trains on it: the gradient of its divergence is not 0 where both say the
+    same of texts (`benchmarks/distillation.py`).
+    """
+    taken = logprobs.gather(1, ids[:, None])[:, 0]  # (N,)
+    is_last = torch.cat([span[1:] != span[:-1], torch.ones_like(span[:1], dtype=torch.bool)])
+    earlier = logprobs.new_zeros(int(is_last.sum())).index_add(0, span[~is_last], taken[~is_last])  # (S,)
+    return logprobs[is_last] + earlier[:, None]

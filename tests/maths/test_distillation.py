@@ -9,7 +9,7 @@ import pytest
 import torch
 from helpers.tables import LENGTH, Table, V, texts
 
-from lightrlhf.maths.distillation import divergence, kl, later_sum, other_rows_mean
+from lightrlhf.maths.distillation import divergence, kl, later_sum, other_rows_mean, span_logprobs
 
 
 def by_hand(student: list[float], teacher: list[float], beta: float) -> float:
@@ -183,3 +183,27 @@ def test_off_policy_the_objective_is_the_one_at_the_states_of_the_policy_that_sa
         (gradient,) = torch.autograd.grad(loss, student.logits)
         found += float(old.logprob(text).detach().exp()) * gradient
     assert torch.allclose(found, expected, atol=1e-12)
+
+
+@pytest.mark.parametrize("span", [(0, 0, 0), (0, 0, 1), (0, 1, 1), (0, 1, 2)], ids=str)
+def test_the_chain_rule_for_merged_tokens_is_a_share_of_all_texts(span):
+    """With values and gradients: the texts that begin with a span and its prefix, among those with the prefix."""
+    table, text = Table(12), (1, 2, 1)
+
+    def beginning(prefix: tuple[int, ...]) -> torch.Tensor:
+        return sum(table.logprob(one).exp() for one in texts() if one[: len(prefix)] == prefix)
+
+    found = span_logprobs(table.logprobs(text), torch.tensor(text), torch.tensor(span))
+    assert found.shape == (span[-1] + 1, V)
+    starts = [span.index(number) for number in range(len(found))]
+    rows = [
+        [(beginning((*text[: stop - 1], v)) / beginning(text[:start])).log() for v in range(V)]
+        for start, stop in zip(starts, [*starts[1:], len(text)])
+    ]
+    expected = torch.stack([torch.stack(row) for row in rows])
+    assert torch.allclose(found, expected, atol=1e-12)
+    weights = torch.arange(float(found.numel()), dtype=torch.float64).view_as(found)
+    gradients = [torch.autograd.grad((one * weights).sum(), table.logits)[0] for one in (found, expected)]
+    assert torch.allclose(*gradients, atol=1e-12)
+    if span == (0, 1, 2):  # nothing is merged
+        assert torch.equal(found, table.logprobs(text))
