@@ -211,5 +211,8 @@ def name_tokens(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
     special = set(tokenizer.all_special_ids)
     if any(not isinstance(i, int) or not 0 <= i < len(tokenizer) for i in ids):
         return [f"[{i}]" for i in ids]
-    texts = token_texts(tokenizer, ids)
-    return [str(tokenizer.convert_ids_to_tokens(i)) if i in special else text for i, text in zip(ids, texts)]
+    names, before = [], ""
+    for i, text in zip(ids, token_texts(tokenizer, ids)):  # a special token has the text of the next one
+        names.append(str(tokenizer.convert_ids_to_tokens(i)) if i in special else before + text)
+        before = before + text if i in special else ""
+    return names

@@ -13,11 +13,13 @@ import pandas as pd
 import pytest
 from helpers import ROOT, environment
 from helpers.rollout_files import hacked_run, logged_row, write_rows
+from helpers.templates import ZOO
 
 from lightrlhf.demo import rollout_file
 from lightrlhf.demo.rollout_file import NUMBERS, RolloutFile
 from lightrlhf.demo.rollouts import View, audit_disagrees, compare, curves, select, steps_of
 from lightrlhf.demo.rollouts_html import Run, page
+from lightrlhf.demo.rollouts_tab import name_tokens
 
 RUN = Run("run", "grpo", lambda ids: [f"<{i}>" for i in ids])
 
@@ -285,3 +287,46 @@ def test_reading_leaves_no_trace(tmp_path):
     before = file.path.stat()
     shown(file)
     assert file.path.stat().st_mtime_ns == before.st_mtime_ns and [*tmp_path.iterdir()] == [file.path]
+
+
+# ----------------------------------------------------------------------------------------------------------- episodes
+def episode(**changes) -> dict:
+    """A row of an episode of two turns, with three tokens of an observation between them."""
+    facts = {"stop_reason": "answer", "turns": 2, "rows": 1, "tokens": 4, "rewards": [0.5, 0.25], "score": 0.75}
+    facts |= {"calls": [["add", "<b>"], []], "fault": None, "counts": {"calls": 2, "failed_calls": 1}}
+    ids, mask = [10, 11, 20, 21, 22, 12, 13], [1, 1, 0, 0, 0, 1, 1]
+    return logged_row(response_ids=ids, mask=mask, columns={"episode": facts | changes})
+
+
+def text_of(html: str) -> str:
+    return re.sub(r"<[^>]*>", "", re.sub(r"<li>", " ", html))
+
+
+def test_an_episode_shows_calls_observations_rewards_by_turn_and_its_end(tmp_path):
+    html = shown(opened(tmp_path, episode()))
+    text = text_of(html)
+    assert "turn 1 · calls add, &lt;b&gt; · reward 0.5 &lt;10&gt;&lt;11&gt;" in text and "turn 2 · reward 0.25 " in text
+    assert re.search(r'<div class="shown"><b>observation</b> &lt;20&gt;&lt;21&gt;&lt;22&gt;</div>', html)
+    for badge in ("turns 2", "calls 2, 1 failed", "stopped by answer"):
+        assert badge in text
+    assert "failed:" not in text and "rewards by turn" not in text
+
+
+def test_a_fault_and_one_row_of_several_are_said(tmp_path):
+    html = shown(opened(tmp_path, episode(fault="timeouts", stop_reason="fault", rows=3)))
+    text = text_of(html)
+    assert "the environment failed: timeouts" in text and 'class="problem"' in html
+    assert "rewards by turn 0.5, 0.25" in text and "one of 3 rows" in text and "turn 1 &lt;10" in text
+
+
+@pytest.mark.parametrize("wrong", [None, 3, {"turns": "x", "rewards": 5, "calls": [7], "counts": [], "rows": None}])
+def test_facts_of_another_form_break_no_page(wrong, tmp_path):
+    row = episode()
+    row["columns"]["episode"] = wrong
+    assert numbers_of(shown(opened(tmp_path, row))) == [0]
+
+
+def test_text_behind_a_special_token_is_kept():
+    tokenizer = ZOO["qwen25"].tokenizer
+    ids = tokenizer("<|im_start|>user\nten<|im_end|>\n<|im_start|>a", add_special_tokens=False)["input_ids"]
+    assert "".join(name_tokens(tokenizer, ids)) == "<|im_start|>user\nten<|im_end|>\n<|im_start|>a"
