@@ -12,7 +12,7 @@ import runpy
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,6 +34,7 @@ from lightrlhf.cli.groups import (
     ModelArgs,
     RolloutLogArgs,
     SamplingArgs,
+    names_episodes,
 )
 from lightrlhf.programs import PROGRAMS, TRAINING
 from lightrlhf.storage.run_dir import link_latest, read_metrics
@@ -96,12 +97,12 @@ WITHOUT_WORDS = {"README.md", "words.md", "migrating.md"}
 DATA_PAGE = "datasets.md"  # tried by test_data_howto.py, which knows its example files
 
 
-def tiny(module: str) -> list[str]:
-    """Flags that make a documented command small."""
+def tiny(module: str, words: Sequence[str] = ()) -> list[str]:
+    """Flags that make a documented command of these words small."""
     if module == "lightrlhf.evaluate":
         return ["--num_samples", "4", "--max_new_tokens", "6", "--accelerator", "cpu"]
     small = small_flags(module, SMALL) if module.startswith("lightrlhf.") and module != "lightrlhf.__main__" else []
-    return [*small, *OWN.get(module, [])]
+    return small if module == "lightrlhf.grpo" and names_episodes(words) else [*small, *OWN.get(module, [])]
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +111,7 @@ def furnished(tmp_path_factory, cafe_data, unpaired_data, tokenizer, sft_dir, rm
     folder = tmp_path_factory.mktemp("pages")
     shutil.copytree(cafe_data, folder / "data" / "cafe" / "tiny")
     base = folder / "datasets_prep" / "cafe" / "base"
-    save_model("llama", base, tokenizer)
+    save_model("llama", base, tokenizer, max_position_embeddings=2048)  # as the real one
     tokenizer.save_pretrained(base)
     (folder / "examples").symlink_to(ROOT / "examples")
     (folder / "secret.txt").write_text("a password")
@@ -179,7 +180,7 @@ def test_the_commands_of_a_page(page, furnished, entered):
 def test_the_commands_of_the_page_on_a_real_model(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("LIGHTRLHF_CACHE", os.environ.get("LIGHTRLHF_CACHE", str(tmp_path / "cache")))
-    follow_all(REAL_PAGE, tmp_path, lambda module: [])
+    follow_all(REAL_PAGE, tmp_path, lambda module, words: [])
 
 
 @needs_weights
@@ -191,7 +192,7 @@ def test_the_real_model_answers_as_its_page_says(tmp_path, monkeypatch, capsys):
     assert dialogue in capsys.readouterr().out
 
 
-def follow_all(page: Path, working_dir: Path, tiny: Callable[[str], list[str]], furnished: Path | None = None) -> None:
+def follow_all(page: Path, working_dir: Path, tiny: Callable[..., list[str]], furnished: Path | None = None) -> None:
     """Run the commands of a page in a folder, those of `tiny` with flags that make them small.
 
     The first block needs nothing but the Python files above it; what `furnished` has is there after it.
@@ -211,7 +212,7 @@ def follow_all(page: Path, working_dir: Path, tiny: Callable[[str], list[str]], 
                 raise AssertionError(f"{title(page)}: {command.line}\n{type(problem).__name__}: {problem}") from problem
 
 
-def follow(command, variables: dict[str, str], folder: Path, tiny: Callable[[str], list[str]]) -> None:
+def follow(command, variables: dict[str, str], folder: Path, tiny: Callable[..., list[str]]) -> None:
     """Run one command of a page, or parse it only, or check that what it calls is there."""
     if assigned := re.fullmatch(r"([A-Z]+)=(.*)", command.line):
         here = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}  # as in an activated one
@@ -236,7 +237,7 @@ def follow(command, variables: dict[str, str], folder: Path, tiny: Callable[[str
         if command.parse_only:
             parse_flags(words[2], words[3:], folder)
         else:
-            flags = [] if output or "--help" in words else tiny(started(words[2], words[3:])[0])
+            flags = [] if output or "--help" in words else tiny(started(words[2], words[3:])[0], words)
             run(words[2], [*words[3:], *flags], output and folder / output)
     elif command.given:
         assert words[:2] == ["cat", ">"], command.line
