@@ -15,7 +15,7 @@ from helpers.programs import main_of
 from helpers.tiny_runs import TRAINED, TinyRuns
 from transformers import AutoModelForCausalLM
 
-from benchmarks import growth, tables
+from benchmarks import episodes, growth, tables
 from benchmarks import run as benchmark
 from benchmarks.cases import Bench, Case, Side, all_cases
 from benchmarks.inputs import EOS, SIZES, DataSize, even_lengths, even_words, write_data, write_models
@@ -465,3 +465,18 @@ def test_a_cell_has_texts_of_its_length_and_as_much_work_as_is_counted(tmp_path)
     rollout = growth.Cell("rollout", text=100, samples=3, prompts=2)
     sampled = generate(shape, [36] * 6, [64] * 6, 6, 4).flops - forward(shape, [36] * 4, 0).flops
     assert growth.floor(rollout, shape, ceilings) == pytest.approx(sampled)
+
+
+@pytest.mark.slow
+def test_the_benchmark_of_episodes_measures_equal_tokens_with_and_without_the_kept_cache(tmp_path):
+    flags = ["--size", "tiny", "--num_episodes", "4", "--tokens", "16", "--repetitions", "1"]
+    episodes.main([*flags, "--output_file", str(tmp_path / "found.json")])
+    rows = json.loads((tmp_path / "found.json").read_text())["rows"]
+    assert [(row["turns"], row["keeps_cache"]) for row in rows] == [
+        (1, True),
+        (4, True),
+        (4, False),
+        (8, True),
+        (8, False),
+    ]
+    assert all(0 < row["share in tools"][0] < 1 < row["tokens/s"][0] for row in rows)
