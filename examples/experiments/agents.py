@@ -33,6 +33,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
+from examples.experiments.agent_tasks import bounds, end
 from examples.experiments.records import FIVE, Row, common_seeds, made_by, now, results, spent
 from examples.experiments.small_models import phrase_tokenizer, write_model
 from examples.experiments.stats import paired, report_claims, shown, shown_gap
@@ -52,7 +53,6 @@ from lightrlhf.rewards import turns
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-LAST = 10  # steps that are read
 CALL = '<tool_call>{"name": "calculator", "arguments": {"expression": "', '"}}</tool_call>'
 PHRASES = ["calculator", *CALL, GuessNumber().reset(seed=0)[0], "higher", "lower", "right", "say a number"]
 TEMPLATE = (
@@ -149,28 +149,6 @@ def show_results(rows: Sequence[Row]) -> dict[str, bool]:
             claims[f"{better} > {worse}"] = gap[1] > 0
     print("bounds: " + ", ".join(f"{name} {value:.3f}" for name, value in bounds().items()))
     return claims
-
-
-def end(row: Row) -> float:
-    """Share of right episodes in the last steps of a run."""
-    return sum(row["scores"][-LAST:]) / len(row["scores"][-LAST:])
-
-
-def bounds() -> dict[str, float]:
-    """Success at guessing, exact: numbers at random, at random among those that the answers allow, and halving."""
-    game = GuessNumber()
-
-    def allowed(left: int, turns: int) -> float:
-        """Mean number of `left` numbers that are found by guessing one of them at random, over the guesses."""
-        if not left or not turns:
-            return 0.0
-        return 1 + sum(allowed(i, turns - 1) + allowed(left - 1 - i, turns - 1) for i in range(left)) / left
-
-    return {
-        "at random": 1 - (1 - 1 / game.highest) ** game.turns,
-        "at random among the allowed": allowed(game.highest, game.turns) / game.highest,
-        "halving": min(game.highest, 2**game.turns - 1) / game.highest,
-    }
 
 
 # ------------------------------------------------------------------------------------------------------------- runs

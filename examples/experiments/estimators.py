@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
+from examples.experiments.agent_tasks import BONUS, CREDIT, GO, PLACES, SEEDS, STOP, exact
 from examples.experiments.records import TEN, Row, made_by, now, results, spent
 from examples.experiments.stats import shown
 from lightrlhf import grpo
@@ -41,11 +42,7 @@ from lightrlhf.data.scores import Scores
 from lightrlhf.maths.groups import ADVANTAGES, group_advantages, group_moments
 
 K, GROUPS, TURNS = 8, 1000, 3
-GO = torch.tensor([0.8, 0.8, 0.7], dtype=torch.float64)  # probability of the first action of each turn
-STOP, BONUS = 0.2, 0.5  # what stopping pays; chance of a reward of 1 for going on, in the middle
-CREDIT = ("by episode", "by turn", "by index")
-PLACES = ("at the end", "in the middle")
-SEEDS = ("one seed a group", "a seed each")
+CHANCE = torch.tensor(GO, dtype=torch.float64)
 FEW = torch.tensor([[0.1, 0.9], [0.9, 0.1]], dtype=torch.float64)
 ANSWERS = {  # probabilities of answers and which are right, both (tasks, answers)
     "two answers": (FEW, torch.tensor([[True, False]] * 2)),
@@ -70,7 +67,7 @@ def main(argv: list[str] | None = None) -> None:
     """Measure what has no row yet, and print all."""
     args = parse(EstimatorsArgs, argv)
     folder = Path(args.output_dir)
-    settings = {"members": K, "groups": args.num_groups, "go": GO.tolist(), "stop": STOP, "bonus": BONUS}
+    settings = {"members": K, "groups": args.num_groups, "go": GO, "stop": STOP, "bonus": BONUS}
     settings |= {"smoke": args.num_groups != GROUPS}
     with results("estimators", folder, settings) as writer:
         done = {(row["setting"], row["arm"], row["seed"]) for row in writer.rows}
@@ -105,22 +102,12 @@ def play(place: str, seed: int, num_groups: int) -> Played:
     """Episodes of three turns."""
     generator = torch.Generator().manual_seed(seed)
     drawn, bonus = torch.rand(2, num_groups * K, TURNS, generator=generator, dtype=torch.float64)
-    first = drawn < GO
+    first = drawn < CHANCE
     reached = torch.cat([torch.ones(len(first), 1, dtype=torch.bool), first[:, :-1].cumprod(1).bool()], 1)
     pays = torch.tensor([0.0, 0.0, 1.0], dtype=torch.float64) + (place == "in the middle") * (bonus < BONUS)
     pays[:, -1] = 1.0  # the try has no other reward
     stops = torch.tensor([STOP, STOP, 0.0], dtype=torch.float64)
     return Played(first, reached, torch.where(reached, torch.where(first, pays, stops), 0.0))
-
-
-def exact(place: str) -> list[float]:
-    """The gradient of the mean reward by the logits of the three turns."""
-    bonus = BONUS if place == "in the middle" else 0.0
-    first, second, third = GO.tolist()
-    after_second = second * (bonus + third) + (1 - second) * STOP
-    gains = bonus + after_second - STOP, bonus + third - STOP, 1.0  # of the first action over the other
-    reach = 1.0, first, first * second
-    return [r * gain * p * (1 - p) for r, gain, p in zip(reach, gains, GO.tolist())]
 
 
 def rollout_of(played: Played) -> tuple[Rollout, Scores]:
@@ -182,7 +169,7 @@ def by_index(played: Played) -> Tensor:
 def of_credit(place: str, seed: int, num_groups: int) -> dict[str, Row]:
     """Mean and variance of the gradient by each credit, of the same episodes."""
     played = play(place, seed, num_groups)
-    return {credit: moments_of(played.gradients(advantages_of(played, credit), GO)) for credit in CREDIT}
+    return {credit: moments_of(played.gradients(advantages_of(played, credit), CHANCE)) for credit in CREDIT}
 
 
 def of_seeds(setting: str, seed: int, num_groups: int) -> dict[str, Row]:

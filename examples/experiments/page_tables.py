@@ -8,11 +8,9 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import combinations
 
-from examples.experiments.agents import ARMS as AGENTS
-from examples.experiments.agents import bounds, end
+from examples.experiments.agent_tasks import CREDIT, PLACES, POLICIES, SEEDS, bounds, end, exact
 from examples.experiments.cafe_methods import METHODS
 from examples.experiments.claim_list import COMPARED, LIMIT, MATCHED, SWITCHES, TOKEN, column, rollouts
-from examples.experiments.estimators import ANSWERS, CREDIT, PLACES, SEEDS, exact
 from examples.experiments.readings import Curve, Read, at_equal_kl, at_equal_samples_and_time, compare, each
 from examples.experiments.records import KEPT, Row, best_rate, common_seeds, kept_rows
 from examples.experiments.stats import interval, log_rank, paired, pairing, restricted, shown, shown_gap
@@ -442,7 +440,7 @@ def credits_of_turns() -> str:
 def seeds_of_groups() -> str:
     """How many times more variance a seed for each member has than one for the group."""
     table = []
-    for policy in ANSWERS:
+    for policy in POLICIES:
         one, each_own = by_arm("estimators", SEEDS, setting=policy).values()
         ratios = [[own[name] / of[name] for of, own in zip(one, each_own)] for name in ("advantages", "variance")]
         table.append((policy, *(short(over_seeds(values, 2)) for values in ratios)))
@@ -451,7 +449,7 @@ def seeds_of_groups() -> str:
 
 def agents() -> str:
     """Share of right episodes at the end of each arm that has rows."""
-    of_arm = by_arm("agents", AGENTS)
+    of_arm = by_arm("agents", dict.fromkeys(row["arm"] for row in kept_rows("agents")))
     table = [(arm, str(len(rows)), short(over_seeds([end(row) for row in rows]))) for arm, rows in of_arm.items()]
     table += [(f"guess: {name}", "", short(f"{value:.3f}")) for name, value in bounds().items()]
     return markdown(("", "n", "right"), table)

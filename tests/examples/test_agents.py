@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers.utils import get_json_schema
 
-from examples.experiments import agents
+from examples.experiments import agent_tasks, agents
 from lightrlhf.data.chat import MARK
 from lightrlhf.data.rendering import render
 from lightrlhf.data.tokens import prompt_text
@@ -63,7 +63,7 @@ def test_the_bounds_of_guessing_are_those_of_played_games():
                 won, done = won + reward, done or cut
         return won / 4000
 
-    bounds = agents.bounds()
+    bounds = agent_tasks.bounds()
     assert played(lambda rng, low, high: (low + high) // 2) == bounds["halving"] == 1
     assert played(lambda rng, low, high: rng.randint(1, 9)) == pytest.approx(bounds["at random"], abs=0.025)
     among = bounds["at random among the allowed"]

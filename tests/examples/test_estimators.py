@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from examples.experiments import estimators
-from examples.experiments.estimators import ANSWERS, GO, PLACES, SEEDS, Played
+from examples.experiments.agent_tasks import PLACES, SEEDS, exact
+from examples.experiments.estimators import ANSWERS, CHANCE, Played
 from lightrlhf.storage.jsonl import read_jsonl
 
 FACTS = {"setting", "arm", "seed", "seconds", "versions", "commit", "processor"}
@@ -19,7 +20,7 @@ def all_episodes(place: str) -> tuple[Played, torch.Tensor]:
         for bonus in product([True, False], repeat=2 if place == "in the middle" else 0):
             reached, rewards, chance = [True, first[0], first[0] and first[1]], [], 0.5 ** len(bonus)
             for turn, (taken, is_played) in enumerate(zip(first, reached)):
-                chance *= float(GO[turn] if taken else 1 - GO[turn])
+                chance *= float(CHANCE[turn] if taken else 1 - CHANCE[turn])
                 pays = (1.0 if turn == 2 else float(any(bonus[turn : turn + 1]))) if taken else (0.2, 0.2, 0.0)[turn]
                 rewards.append(pays if is_played else 0.0)
             found.append((first, reached, rewards))
@@ -33,9 +34,9 @@ def all_episodes(place: str) -> tuple[Played, torch.Tensor]:
 def test_the_exact_gradient_is_the_enumerated_one(place):
     played, chances = all_episodes(place)
     assert float(chances.sum()) == pytest.approx(1)
-    score = torch.where(played.reached, played.first.double() - GO, 0.0)
+    score = torch.where(played.reached, played.first.double() - CHANCE, 0.0)
     expected = (chances * played.rewards.sum(1)) @ score
-    assert estimators.exact(place) == pytest.approx(expected.tolist())
+    assert exact(place) == pytest.approx(expected.tolist())
 
 
 @pytest.mark.parametrize("place", PLACES)
