@@ -19,9 +19,10 @@ Switches make the relatives of it; examples/configs/grpo has them by name:
 
 All counts are over micro-batches and ranks, and a baseline is the whole group's wherever its rows are. Responses
 without a score are in no baseline and not in the loss; groups of equal scores have no advantage; both are counted.
-`--resample_rounds` replaces such groups by other prompts (DAPO, 2503.14476, section 3.2). The prompt of a group is read
-once, in sampling and in training. Dropout is off wherever log-probabilities are stored. With `--env` or `--tools` a
-response is an episode of several turns, see `generation.episodes`.
+`--resample_rounds` replaces such groups by other prompts (DAPO, 2503.14476, section 3.2), `--curriculum_score` draws
+them less (`training.pass_rates`). The prompt of a group is read once, in sampling and in training. Dropout is off
+wherever log-probabilities are stored. With `--env` or `--tools` a response is an episode of several turns, see
+`generation.episodes`.
 
 Left out: a replay of earlier groups.
 """
@@ -66,7 +67,7 @@ FULL_TUNING_RATE = 5e-6  # with LoRA a learning rate below is too low: 10 times 
 @dataclass(frozen=True, kw_only=True)
 class GRPOArgs(
     flags.FrozenModelsArgs,
-    flags.DataSetsArgs,
+    flags.DrawnDataArgs,
     flags.EvalArgs,
     flags.StartArgs,
     flags.AuditArgs,
@@ -227,7 +228,7 @@ def train(
     per_epoch = math.ceil(args.rollout_size * args.num_generations / args.mini_batch_size)  # updates
     model = run.setup("policy", start.policy, args.learning_rate, num_steps * args.ppo_epochs * per_epoch)
     sampler = make_sampler(run, model, reference, start, rewards, responses=args.num_generations)
-    run.keep(start.policy, start.tokenizer, rewards.state)
+    run.keep(start.policy, start.tokenizer, lambda: rewards.state() | sampler.state())
     measure = partial(evaluate, run, sampler, rewards, start.held_out) if start.held_out else None
 
     for step in run.steps(num_steps):
@@ -235,7 +236,7 @@ def train(
             rollout = sampler.sample(step)  # K responses to each prompt, (B, T)
         with run.phase("score"):
             scores = rewards(rollout)  # (B,) by each reward, their weights, and the audit
-        metrics = group_metrics(run, rollout, scores, rewards)  # before any group is replaced
+        metrics = group_metrics(run, rollout, scores, rewards) | sampler.note(rollout, scores)  # before any is replaced
         with run.phase("resample"):  # DAPO's dynamic sampling
             for number in range(1, args.resample_rounds + 1):
                 equal = find_equal_groups(run, rollout, scores)  # numbers of groups, the same on all ranks
@@ -437,9 +438,8 @@ def update_minibatch(
             sums += torch.stack([total.detach(), *terms])
     total, *of_tokens, count = run.ranks.sum(sums).tolist()
     means = [value / count if count else math.nan for value in of_tokens]  # NaN: no advantage
-    named = dict(zip(("policy/clipfrac", "policy/approxkl", "policy/ratio"), means))
-    told = term.metrics() if term else {}
-    return {"policy/loss": total, **named, **told, "policy/grad_norm": run.optimize("policy")}
+    named = dict(zip(("policy/clipfrac", "policy/approxkl", "policy/ratio"), means)) | (term.metrics() if term else {})
+    return {"policy/loss": total, **named, "policy/grad_norm": run.optimize("policy")}
 
 
 # ------------------------------------------------------------------------------------------ metrics and evaluation

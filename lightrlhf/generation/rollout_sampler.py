@@ -1,8 +1,8 @@
 """The sampler of a run's rollouts: which prompts, which random numbers, in this process or on rollout servers.
 
-Prompts and noise follow from the step and the seed alone, so a resumed run needs no state of the sampler, and servers
-can be asked for the next rollout while this one is learned from (`--max_staleness 1`). The first rollout is compared
-with what policy and reference give it, which start from the same weights.
+Prompts and noise follow from the step and the seed alone, so a resumed run needs no state but pass rates (with
+`--curriculum_score`), and servers can be asked for the next rollout while this one is learned from (`--max_staleness
+1`). The first rollout is compared with what policy and reference give it, which start from the same weights.
 
 Left out: importance weights of servers' responses, which are a line of the loop (`maths.sampling_gap`).
 """
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from lightrlhf.cli.errors import NotFinite
 from lightrlhf.data.batch import Batch, Rollout, number_rows
+from lightrlhf.data.scores import Scores
 from lightrlhf.data.splits import Row
 from lightrlhf.generation.rollout import (
     generate_rollout,
@@ -32,7 +33,8 @@ from lightrlhf.generation.rollout import (
 from lightrlhf.generation.served import Request, ServedPolicy
 from lightrlhf.models.frozen import is_held
 from lightrlhf.models.sharding import gather_shards
-from lightrlhf.training.run import Run
+from lightrlhf.training.pass_rates import make_pass_rates
+from lightrlhf.training.run import Metrics, Run
 from lightrlhf.training.start import Start
 from lightrlhf.training.start_check import check_start
 
@@ -50,6 +52,7 @@ class RolloutSampler:
         self.run, self.model, self.reference = run, model, reference
         self.tokenizer, self.prompts, self.responses = start.tokenizer, start.rows, responses
         self.served = ServedPolicy(run.args, start.policy, start.tokenizer, run) if run.args.rollout_server else None
+        self.pass_rates = make_pass_rates(run, len(start.rows))
         self._num_groups = 0  # of the step, on all ranks
         store_sampling(start.policy, run.args, start.tokenizer)
 
@@ -76,6 +79,14 @@ class RolloutSampler:
         drawn = torch.randint(size, (len(groups),), generator=generator).tolist()
         return self._respond(drawn, groups.tolist(), (step, number))
 
+    def note(self, rollout: Rollout, scores: Scores) -> Metrics:
+        """Note which prompts of a rollout were solved, for the next ones; returns metrics."""
+        return self.pass_rates.update(rollout, scores.total, self.run.ranks) if self.pass_rates else {}
+
+    def state(self) -> dict[str, Any]:
+        """Plain values and tensors that a resumed run needs."""
+        return {"pass_rates": self.pass_rates.counts} if self.pass_rates else {}
+
     def sample_held_out(self, rows: Sequence[Row]) -> Rollout:
         """A response to each of the first `--eval_iters` batches of held-out prompts, by the same noise each time."""
         run, args = self.run, self.run.args
@@ -86,6 +97,9 @@ class RolloutSampler:
     # -------------------------------------------------------------------------------------------------- drawing
     def _prompts_of(self, step: int) -> list[int]:
         """Numbers of the prompts of a step, on all ranks."""
+        if self.pass_rates:
+            size = self.run.args.rollout_size * self.run.ranks.world_size
+            return self.pass_rates.draw(size, self.run.ranks.generator(step, -3))
         return self.run.order.draw(len(self.prompts), step, self.run.args.rollout_size)
 
     def _draw(self, drawn: Sequence[int], *key: int) -> tuple[list[Row], Tensor]:

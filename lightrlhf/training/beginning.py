@@ -24,7 +24,7 @@ from lightrlhf.storage.curves import NO_SETTINGS
 from lightrlhf.training.sources import RESTORE, find_changed_source, sources_of
 
 PER_RANK = ("mini_batch_size", "rollout_size")  # flags that count rows of a step on each rank
-SAME = ("seed", "data_weights", "num_generations", "env", "env_options", "levels", "stages")
+SAME = ("seed", "data_weights", "curriculum_score", "num_generations", "env", "env_options", "levels", "stages")
 FREE = {*NO_SETTINGS, "max_steps", "epochs", "devices", "num_nodes", "log_interval"} - {"seed"}  # never the cause
 
 

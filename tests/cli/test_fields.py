@@ -31,6 +31,7 @@ PACKAGES = ("datasets_prep", "examples", "benchmarks")
 WITHOUT_BOUNDS = {  # numbers that may be any
     "reward_weights",
     "pass_threshold",
+    "curriculum_score",
     "sibling_score",
     "penalty_reward_value",
     "level",

@@ -4,7 +4,7 @@ The first line of a group's docstring is its title in `--help`, the docstring of
 """
 
 from lightrlhf.cli.groups.agents import AgentArgs, EpisodeArgs, names_episodes
-from lightrlhf.cli.groups.data import DataArgs, DataSetsArgs, SealArgs
+from lightrlhf.cli.groups.data import DataArgs, DataSetsArgs, DrawnDataArgs, SealArgs
 from lightrlhf.cli.groups.devices import DeviceArgs, TensorParallelArgs
 from lightrlhf.cli.groups.evaluation import EvalArgs, EvalIntervalArgs
 from lightrlhf.cli.groups.model import FrozenArgs, ModelArgs, StartArgs
@@ -24,6 +24,7 @@ __all__ = [
     "DataSetsArgs",
     "DecodingArgs",
     "DeviceArgs",
+    "DrawnDataArgs",
     "DryRunArgs",
     "EpisodeArgs",
     "EvalArgs",

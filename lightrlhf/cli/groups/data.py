@@ -61,3 +61,13 @@ class DataSetsArgs(SealArgs):
         if self.data_weights and len(self.data_weights) != len(self.data_dirs):
             weights = " ".join(map(str, self.data_weights))
             raise ValueError(f"--data_weights {weights}: give {len(self.data_dirs)}, one for each folder of --data_dir")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrawnDataArgs(DataSetsArgs):
+    """Data."""
+
+    curriculum_score: float | None = flag(
+        None, excludes={"data_weights": ..., "resample_rounds": ..., "max_staleness": ...}, show="rarely"
+    )
+    """Score from which a response passes: draw prompts by p (1 - p) of their pass rates. Default: each in turn."""
