@@ -46,6 +46,7 @@ def check_loss(step: Step) -> Verdict:
                 {name: _formula(step, field, total, new, jumps) for name, total in totals.items()}
                 for totals in (right, faults)
             )
+            wrong |= scaled(found, meant) if field == "loss_slopes" else {}
             verdicts.append(judge("loss", found, Known(meant, wrong), [*meant], names))
     first = next((one for one in verdicts if one.says == WRONG), verdicts[0])
     given = ", ".join(one for one in ("loss", "loss_slopes") if one in step)
@@ -75,6 +76,16 @@ def slopes_of(step: Step) -> Tensor:
         raise Missing("loss_slopes: rows without a trained token may count, or not")
     (slopes,) = torch.autograd.grad(next(iter(right.values()))(at), at)
     return slopes
+
+
+def scaled(found: Tensor, meant: dict[str, Formula]) -> dict[str, Formula]:
+    """The meant weights of tokens times the one number that fits best."""
+    made = {}
+    for values, error in meant.values():
+        if float(values.abs().sum()):
+            scale = float((found * values).sum() / values.square().sum())
+            made[f"scaled by {scale:.4g}"] = Formula(values * scale, error * abs(scale))
+    return made
 
 
 def at_bounds(step: Step, new: Tensor) -> Tensor:
@@ -247,6 +258,7 @@ def clip_faults(way: Way) -> dict[str, Way]:
     faults = {f"loss {name}": way._replace(loss=name) for name in policy_losses.LOSSES if name != way.loss}
     faults["no clipping"] = way._replace(token_loss=_unclipped)
     faults["max in place of min"] = way._replace(token_loss=partial(_pessimist, low=low, high=high))
+    faults["no upper clipping"], faults["no lower clipping"] = way._replace(high=1e30), way._replace(low=1e30)
     faults["always clipped"] = way._replace(token_loss=partial(_always_clipped, low=low, high=high))
     faults["ratio of sequences" if not way.is_sequence else "ratio of tokens"] = way._replace(
         is_sequence=not way.is_sequence

@@ -161,7 +161,8 @@ def check_members(step: Step) -> Verdict:
         raise Missing(
             "top_p 1, top_k 0 and min_p 0: the chance of equal responses is not known where tokens were cut off"
         )
-    name = next((one for one in ("sampler_logprobs", "old_logprobs", "new_logprobs") if one in step), None)
+    kinds = ("sampler_logprobs", "old_logprobs", "new_logprobs", "alone_logprobs")
+    name = next((one for one in kinds if one in step), None)
     if name is None:
         if (alike := _all_alike(groups, texts)) is not None:
             return alike

@@ -7,14 +7,16 @@ Of `GRPOTrainer` it writes each generation (ids, masks, the rewards of each func
 parameter. It wraps methods of the trainer, for a callback never sees inputs, and reads what was fed, what came out and
 what was differentiated. With `alone` it also passes each row by itself, without gradients and dropout.
 
-Left out: other trainers of TRL, several processes, and images. Run with TRL 1.16.
+Left out: other trainers of TRL, several processes, and images. Run with TRL 0.24, 1.9, 1.12 and 1.16.
 """
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 from collections.abc import Mapping
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +153,7 @@ class Samples(Recorder):
         self.read = trainer._get_per_token_logps_and_entropies
         self.rewards: list[Tensor] = []
         self.rewarded: list[float] = []
+        self.texts: Any = []  # that were rewarded
         self.found: list[Tensor] = []
         self.given: dict[tuple[int, ...], list[float]] = {}  # advantages by the ids of rows
 
@@ -158,13 +161,26 @@ class Samples(Recorder):
         super().attach()
         self.trainer._calculate_rewards = self.calculate_rewards
         self.trainer._generate_and_score_completions = self.generate_and_score
+        functions = getattr(self.trainer, "reward_funcs", [])
+        self.trainer.reward_funcs = [one if is_hidden(one) else self.seen(one) for one in functions]
         self.trainer._get_per_token_logps_and_entropies = self.logps_and_entropies
 
     def calculate_rewards(self, *given: Any, **options: Any) -> Any:
+        self.texts = []
         self.rewards[:] = [self.score(*given, **options)]
-        if len(given) > 3 and self.counts["generation"] < self.most:
-            self.rewarded = rewarded_rows(self.tokenizer, given[2], [[int(i) for i in one] for one in given[3]])
+        if len(given) > 3 and self.texts and self.counts["generation"] < self.most:
+            self.rewarded = rewarded_rows(self.tokenizer, self.texts, [[int(i) for i in one] for one in given[3]])
         return self.rewards[0].clone()
+
+    def seen(self, function: Any) -> Any:
+        """A function of rewards whose texts are kept."""
+
+        @wraps(function)
+        def reward(*given: Any, **options: Any) -> Any:
+            self.texts = options.get("completions", given[1] if len(given) > 1 else [])
+            return function(*given, **options)
+
+        return reward
 
     @property
     def tokenizer(self) -> Any:
@@ -244,6 +260,11 @@ class Samples(Recorder):
             arrays["given_advantages"] = np.array(nearest)
         arrays |= self.alone_arrays(self.inputs)
         self.save("pass", arrays, of_grpo(self.trainer, self.inputs))
+
+
+def is_hidden(function: Any) -> bool:
+    """Whether a reward is of a model, or is awaited, so that its texts are not seen."""
+    return isinstance(function, torch.nn.Module) or inspect.iscoroutinefunction(function) or not callable(function)
 
 
 def of_inputs(inputs: Mapping[str, Any]) -> dict[str, Any]:

@@ -19,6 +19,7 @@ LOSSES = {  # loss_type of TRL: ours, and its aggregation
     "cispo": ("cispo", "token"),
     "sapo": ("sapo", "sequence"),
 }
+PLAIN_SFT = ("nll", "chunked_nll")  # one formula
 OF_STEP = ("cispo", "dapo")  # whose tokens are divided by the tokens of the step
 SCALES = {"group": "std", "batch": "batch_std", "none": "mean", "True": "std", "False": "mean"}
 SIGNS = ("pos", "neg")  # of advantages
@@ -94,7 +95,7 @@ def of_sft(trainer: Any) -> dict[str, Any]:
     """The settings of a step of `SFTTrainer`; its labels say what is trained."""
     flags, config = vars(trainer.args), shared(trainer)
     config |= {"method": "sft", "aggregation": "token"}
-    changed = flags.get("loss_type", "nll") != "nll" or flags.get("label_smoothing_factor")
+    changed = flags.get("loss_type", "nll") not in PLAIN_SFT or flags.get("label_smoothing_factor")
     if (
         changed
         or getattr(trainer, "aux_loss_enabled", False)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import string
 import sys
 import traceback
 from pathlib import Path
@@ -36,8 +37,8 @@ WORDS = "red blue green one two three cat dog fox sun moon star tea milk rye".sp
 
 
 def tokenizer_of(end: str = "</s>", adds_start: bool = False, template: str = TEMPLATE) -> PreTrainedTokenizerFast:
-    """A tokenizer of bytes."""
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    """A tokenizer of letters, so few that an end token is drawn now and then."""
+    letters = [*string.ascii_lowercase, *string.digits, *"?'.,", "\u0120", "\u010a"]  # and a space, and a line break
     made = Tokenizer(models.BPE({one: i for i, one in enumerate([*SPECIAL, *letters])}, []))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
@@ -45,6 +46,7 @@ def tokenizer_of(end: str = "</s>", adds_start: bool = False, template: str = TE
     if adds_start:
         made.post_processor = processors.TemplateProcessing("<s> $A", "<s> $A $B", [("<s>", 1)])
     options = {"bos_token": "<s>", "eos_token": end, "pad_token": "<pad>", "chat_template": template}
+    options["model_input_names"] = ["input_ids", "attention_mask"]
     return PreTrainedTokenizerFast(tokenizer_object=made, **options)
 
 
@@ -165,7 +167,7 @@ def trainer_of(kind: str, setting: dict[str, Any], seed: int, out: str) -> Any:
         return SFTTrainer(model, SFTConfig(**options), train_dataset=data, processing_class=tokenizer, **more)
     if kind == "dpo":
         return DPOTrainer(model, args=DPOConfig(**options), train_dataset=data, processing_class=tokenizer, **more)
-    options = {"num_generations": 4, "max_completion_length": 12, "per_device_train_batch_size": 8} | options
+    options = {"num_generations": 4, "max_completion_length": 16, "per_device_train_batch_size": 8} | options
     options["per_device_train_batch_size"] = 8
     functions = [reward_of_vowels, reward_of_spaces] if setting.get("two") else [reward_of_vowels]
     args = GRPOConfig(**options)
