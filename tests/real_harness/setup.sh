@@ -12,6 +12,7 @@ environment lm_eval $torch "lm-eval[hf]==0.4.13" transformers==5.23.0 datasets==
 environment inspect $torch inspect-ai==0.3.285 transformers==5.23.0 accelerate==1.15.0
 environment alpaca_eval alpaca_eval==0.6.6 datasets==5.2.0 numpy==2.4.6 pandas==3.1.1 openai==3.54.0
 environment smolagents "smolagents[openai]==1.26.0"
+environment mcp mcp==2.3.0
 environment verifiers verifiers==0.4.0 uv==0.13.9
 # RewardBench and FastChat, whose modules of judging import the clients of two services; neither is called.
 environment rewardbench $torch rewardbench==0.1.4 transformers==4.51.0 trl==0.11.4 datasets==3.6.0 \
