@@ -24,6 +24,7 @@ from lightrlhf.maths.student import interval
 
 OTHER_KERNELS = 4  # times the gap of one pass in a dtype, another with the same dtype may have
 DROPOUT_PASSES = 6
+FITTED = 64  # tokens, of which a temperature is estimated
 HALVES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -77,8 +78,11 @@ def check_array(step: Step, name: str, weights: Weights, known: Known, check: st
 def _explained(case: Case, known: Known, check: str, evidence: str, gap: float, is_sampler: bool) -> Verdict:
     """The first explanations that fit to rounding of float32, else to rounding of bfloat16."""
     half = _half_error(case)
-    near = dict(explanations(case, known))
-    fit = [one for one, gap_left in near.items() if gap_left <= case.error]
+    near: dict[str, float] = {}
+    fit: list[str] = []
+    for part in (of_numbers(case), of_passes(case, known)):
+        near |= {} if fit else dict(part)
+        fit = [one for one, gap_left in near.items() if gap_left <= case.error]
     if not fit and gap <= half:
         given = str(case.step.config.get("dtype") or "").removeprefix("torch.")
         says = f"as passes in bfloat16 make ({half:.2g}); {evidence}"
@@ -140,9 +144,12 @@ def _zeros(case: Case, plain: Tensor) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------- what may explain
-def explanations(case: Case, known: Known) -> Iterator[tuple[str, float]]:
-    """Names of faults and the mean size of the gap that each leaves; cheap ones first."""
-    for name, values in _changed(case, known):
+def of_numbers(case: Case) -> Iterator[tuple[str, float]]:
+    """Names of faults that need no other pass, and the mean size of the gap that each leaves."""
+    fitted = temperature_of(case)
+    if fitted is not None and abs(fitted / case.temperature - 1) > 1e-3:
+        yield f"temperature {fitted:.3g}, not {case.temperature:.3g}", size(case, of_logits(case, case.logits, fitted))
+    for name, values in _cut(case, is_given=False):
         yield name, size(case, values)
     counts = [len(text.places) for text in case.texts]
     plain = of_logits(case, case.logits, case.temperature)
@@ -153,26 +160,25 @@ def explanations(case: Case, known: Known) -> Iterator[tuple[str, float]]:
     yield from moved(found, plain, is_token != 0).items()
 
 
-def _changed(case: Case, known: Known) -> Iterator[tuple[str, Tensor]]:
-    """Names of faults and the log-probabilities that they give, (N,)."""
-    fitted = temperature_of(case)
-    if fitted is not None and abs(fitted / case.temperature - 1) > 1e-3:
-        yield f"temperature {fitted:.3g}, not {case.temperature:.3g}", of_logits(case, case.logits, fitted)
-    yield from _cut(case, is_given=False)
+def of_passes(case: Case, known: Known) -> Iterator[tuple[str, float]]:
+    """The same of faults that need passes of their kind."""
     for name, one_pass in _passes(case, known):
         logits = passes.run(case.weights.model, case.texts, one_pass)
         if logits is not None:
-            yield name, of_logits(case, logits, case.temperature)
-    yield from _versions(case, known)
-    yield from _adapters(case)
+            yield name, size(case, of_logits(case, logits, case.temperature))
+    for name, values in (*_versions(case, known), *_adapters(case)):
+        yield name, size(case, values)
 
 
 def temperature_of(case: Case) -> float | None:
     """The temperature of least squares, by golden sections of its logarithm; None where it is at a bound."""
     low, high, share = math.log(0.02), math.log(50.0), (math.sqrt(5) - 1) / 2
+    every = max(len(case.found) // FITTED, 1)
+    logits, found, ids = case.logits[::every], case.found[::every], passes.targets(case.texts)[::every, None]
 
     def loss(at: float) -> float:
-        return float((of_logits(case, case.logits, math.exp(at)) - case.found).nan_to_num(neginf=-1e3).pow(2).mean())
+        values = (logits / math.exp(at)).log_softmax(-1).gather(-1, ids)[:, 0]
+        return float((values - found).nan_to_num(neginf=-1e3).pow(2).mean())
 
     grid = torch.linspace(low, high, 40).tolist()
     best = min(range(len(grid)), key=lambda i: loss(grid[i]))

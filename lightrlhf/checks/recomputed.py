@@ -48,6 +48,8 @@ def check_recomputed(steps: Sequence[Step], models: Models) -> Iterator[Verdict]
 
     def check_norm() -> Verdict:
         step = _first(steps, ("new_logprobs",))
+        if models.after is None:
+            step.need("total_grad_norm")
         made.append(gradient.recompute(step, policy))
         return gradient.check_norm(step, made[0])
 
@@ -117,7 +119,7 @@ def _of_arrays(steps: Sequence[Step], names: Sequence[str], policy: Weights, kno
     verdicts = []
     for name in names:
         step = next((one for one in steps if name in one and one.get(name).ndim == 2), None)
-        if step is not None:
+        if step is not None and not _is_same(step, name, names[0]):
             found = gaps.check_array(step, name, policy, known, check, is_sampler=check == "sampler")
             is_first = step.config.get("first_pass") or ("old_logprobs" not in step and step.name == steps[0].name)
             if name == "new_logprobs" and found.says == WRONG and not is_first:
@@ -126,6 +128,11 @@ def _of_arrays(steps: Sequence[Step], names: Sequence[str], policy: Weights, kno
     if not verdicts:
         raise Missing("old_logprobs, or first_pass: new_logprobs may be of later weights")
     return next((one for one in verdicts if one.says == WRONG), verdicts[0])
+
+
+def _is_same(step: Step, name: str, first: str) -> bool:
+    """Whether an array is another one again."""
+    return name != first and first in step and torch.equal(step.get(name), step.get(first))
 
 
 def _of_reference(steps: Sequence[Step], models: Models, known: gaps.Known) -> Verdict:
