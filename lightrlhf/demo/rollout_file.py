@@ -26,6 +26,8 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from lightrlhf.demo.traces import samples_of
+
 CHUNK = 2**21  # bytes that are parsed before the time is looked at
 NUMBERS = (  # columns of the index, NaN where the program logs no value
     "step",
@@ -42,6 +44,7 @@ NUMBERS = (  # columns of the index, NaN where the program logs no value
     "prompt",  # its number among the distinct prompts
     "start",  # of the row in the file
     "bytes",
+    "place",  # among the samples of its line
 )
 REWARD = "reward "  # and the name of a reward: further columns
 MOST = 1e300  # a number beyond it would break sums
@@ -80,8 +83,8 @@ class Samples:
 
     def row(self, number: int) -> Row:
         """Read a row of the file."""
-        start, length = (int(self.table[name].iat[number]) for name in ("start", "bytes"))
-        row: Row = json.loads(os.pread(self.file.fileno(), length, start))
+        start, length, place = (int(self.table[name].iat[number]) for name in ("start", "bytes", "place"))
+        row: Row = samples_of(json.loads(os.pread(self.file.fileno(), length, start)))[place]
         return row
 
     def find(self, text: str) -> Flags:
@@ -167,9 +170,11 @@ class RolloutFile:
             self._lines, self._last = self._lines + 1, (start, line)
             try:
                 if line.strip():
-                    prompt, response, numbers = summarize(json.loads(line))
-                    rows.append(numbers | {"prompt": old.number_prompt(prompt), "start": start, "bytes": len(line)})
-                    texts.append(fold(response))
+                    for place, row in enumerate(samples_of(json.loads(line))):
+                        prompt, response, numbers = summarize(row)
+                        found = {"prompt": old.number_prompt(prompt), "start": start, "bytes": len(line)}
+                        rows.append(numbers | found | {"place": place})
+                        texts.append(fold(response))
             except NotASample as problem:
                 bad[self._lines] = str(problem)
             except (ValueError, RecursionError):

@@ -29,6 +29,7 @@ from lightrlhf.demo.rollout_file import (
     sampled_numbers,
 )
 from lightrlhf.demo.rollouts import COLOURS, GROUPS_A_PAGE, LEAST_CHANGE, Comparison, Selection, View
+from lightrlhf.demo.traces import pairs_of
 from lightrlhf.programs import TRAINING, Program
 
 SAMPLES_A_PAGE, FEWEST_SAMPLES = 80, 4  # of each group at least
@@ -320,8 +321,22 @@ def sample_as_html(place: int, row: Row, draw: Drawing) -> Markup:
         badges.append(tag("li", link(replace(view, sample=place), caption)))
     elif isinstance(columns := row.get("columns"), dict) and columns:
         details = table_as_html(("column", "value"), list(columns.items()), "columns of the data", class_=None)
+    if pairs := pairs_of(row):
+        count = sum(one != other for one, other in pairs)
+        badges.append(badge("template differs", f"in {count:,} places" if count else "nowhere"))
+        details = join([details, rendering_as_html(pairs)]) if draw.is_alone else details
     head = tag("ul", *badges, class_="scores", aria_label="Scores")
     return tag("article", head, draw.tokens(row), details, class_="sample", aria_label=f"Sample {place}")
+
+
+def rendering_as_html(pairs: Sequence[tuple[str, str]]) -> Markup:
+    """Draw the text of ids; where the chat template writes another one now, the ids' struck out and the template's."""
+    parts: list[Any] = []
+    for own, written in pairs:
+        both = (("del", own), ("ins", written))
+        parts += [own] if own == written else [tag(name, text) for name, text in both if text]
+    legend = join([tag("b", "text"), " ", tag("del", "of the ids"), " ", tag("ins", "of the template now")])
+    return tag("div", tag("p", legend, class_="legend"), tag("div", *parts, class_="tokens"), class_="rendering")
 
 
 # ---------------------------------------------------------------------------------------------------------- two steps

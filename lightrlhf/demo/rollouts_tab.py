@@ -28,6 +28,7 @@ from lightrlhf.demo.rollouts_html import Pieces, Run, note, page
 from lightrlhf.demo.runs import HELD_OUT
 from lightrlhf.demo.session import DemoBackend
 from lightrlhf.demo.theme import ASSETS
+from lightrlhf.demo.traces import SUFFIX, TRACES
 from lightrlhf.models.tokenizer import load_tokenizer
 from lightrlhf.storage.checkpoint import checkpoints
 from lightrlhf.storage.run_dir import locate, read_arg
@@ -134,11 +135,11 @@ class Rollouts:
         self.lock = threading.Lock()
 
     def paths(self) -> dict[str, Path]:
-        """Return the files of samples by label; `HELD_OUT` ends the label of answers to held-out prompts."""
+        """Return the files of samples by label, which ends with `HELD_OUT` or `traces.SUFFIX` for other samples."""
         found = {
             label + suffix: Path(folder) / name
             for label, folder in self.backend.runs().items()
-            for name, suffix in ((FILE, ""), (SAMPLES, HELD_OUT))
+            for name, suffix in ((FILE, ""), (SAMPLES, HELD_OUT), (TRACES, SUFFIX))
         }
         return {label: path for label, path in found.items() if path.is_file()}
 
@@ -169,7 +170,7 @@ class Rollouts:
         """
         view, labels = View.from_query(query), list(self.paths())
         if not view.run and labels:
-            learned = [label for label in labels if not label.endswith(HELD_OUT)]
+            learned = [label for label in labels if not label.endswith((HELD_OUT, SUFFIX))]
             view = replace(view, run=(learned or labels)[-1])
         samples = self.samples(view)
         if samples is not None and "colour" not in query:

@@ -44,6 +44,24 @@ def numbers_of(html: str) -> list[int]:
 
 
 # ---------------------------------------------------------------------------------------------------------- the index
+def test_a_trace_is_a_sample_for_each_row_beside_what_the_template_writes_now(tmp_path):
+    rows = [
+        {"ids": [7, 8, 9], "mask": [0, 1, 1], "began": "first", "rendering": [["a b", "a b"], ["<c>", "c"], ["", "d"]]},
+        {"ids": [7, 5], "mask": [0, 1], "began": "edited", "why": "turn 0", "rendering": None},
+        {"ids": [7], "mask": [1], "rendering": [["x", "x"]]},
+    ]
+    turns = [{"row": 0, "stop_reason": "stop", "version": "v1"}, {"row": 0, "stop_reason": "length", "version": "v2"}]
+    trace = {"id": "5f", "settings": {}, "rows": rows, "turns": turns, "counts": {}}
+    file = opened(tmp_path, logged_row(step=0, response="r"), trace, {"rows": [1], "turns": []}, {"rows": 1})
+    assert len(file.refresh()) == 4 and file.samples.row(2)["response_ids"] == [7, 5] and list(file.samples.bad) == [4]
+    assert file.samples.row(1)["response"] == "a b<c>" and file.samples.find("<c>").tolist() == [0, 1, 0, 0]
+    alone = shown(file, sample=1)
+    assert "session 5f" in alone and "stop by v1, length by v2" in alone and "in 2 places" in alone
+    assert "a b<del>&lt;c&gt;</del><ins>c</ins><ins>d</ins>" in alone
+    assert "turn 0" in shown(file, sample=2) and "template" not in shown(file, sample=2)
+    assert "nowhere" in shown(file, sample=3)
+
+
 def test_a_file_that_grows_is_read_on_and_one_that_is_replaced_anew(tmp_path):
     file = opened(tmp_path, *(logged_row(step=1, response=f"r{i}", group=i) for i in range(3)))
     assert len(file.refresh()) == 3 and file.samples.is_read
