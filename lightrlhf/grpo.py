@@ -12,7 +12,7 @@ Switches make the relatives of it; examples/configs/grpo has them by name:
     --loss_type      clip (above), cispo, sapo, reinforce, or a function package.module:name
     --importance_sampling_level   token, or sequence (GSPO)
     --aggregation    w_it: of N tokens token 1/N, of B responses of T_i tokens sequence 1/(B T_i), sum 1/B,
-                     constant 1/(B max_new_tokens), of P prompts of N_p tokens prompt 1/(P N_p)
+                     constant 1/(B most tokens of one), of P prompts of N_p tokens prompt 1/(P N_p)
     --kl_placement   reward (k1, beside the score), or loss (rho (log pi - log pi_ref)^2 / 2)
     --entropy_coeff  c: less c times the sum of w_it H(pi(. | s_t))
     --teacher_coeff  c: plus c times the loss of `lightrlhf.distill`, a divergence from a teacher
@@ -74,7 +74,7 @@ class GRPOArgs(
     flags.TeacherTermArgs,
     flags.AheadServerArgs,
     flags.RolloutLogArgs,
-    flags.AgentArgs,
+    flags.GroupAgentArgs,
     flags.TensorParallelArgs,
 ):
     """Group relative policy optimisation against reward functions or a reward model."""
@@ -115,7 +115,7 @@ class GRPOArgs(
     loss_type: str = flag("clip", check=partial(own_functions.check_known_or_own, policy_losses.LOSSES))
     """clip, cispo, sapo, reinforce, or a function `package.module:name`."""
     importance_sampling_level: Literal["token", "sequence"] = flag("token", excludes={"loss_type": "reinforce"})
-    """Importance ratio: per token, or its geometric mean over the response (GSPO)."""
+    """Importance ratio: per token, or its geometric mean over the response, or over each turn (GSPO)."""
     aggregation: Literal["token", "sequence", "sum", "constant", "prompt"] = "token"
     """How token losses are averaged: equal weight per token, per response or per prompt."""
     clip_coeff: float = positive(0.2)
@@ -131,13 +131,13 @@ class GRPOArgs(
     kl_placement: Literal["reward", "loss"] = flag("reward", needs="init_kl_coeff", show="rarely")
     """Where the KL enters: the reward of a response, or the loss of each token."""
     missing_eos_penalty: float = at_least(0, 0.0, show="rarely")
-    """Penalty subtracted from the score of a response that reached `max_new_tokens` without an end token."""
+    """Penalty subtracted from the score of a response without an end token, or of an episode that a limit ended."""
     overlong_buffer: int = at_least(0, 0, show="rarely")
     """The length penalty grows from 0 to `overlong_penalty` over this many tokens before `max_new_tokens` (DAPO)."""
     overlong_penalty: float = at_least(0, 1.0, show="rarely")
     """Penalty of a response of length `max_new_tokens`, with `overlong_buffer`."""
     overlong_filter: bool = flag(False, show="rarely")
-    """Keep truncated responses out of the loss; they stay in their group's baseline."""
+    """Keep truncated responses and episodes out of the loss; they stay in their group's baseline."""
     sibling_score: float | None = flag(None, needs="teacher_coeff", show="rarely")
     """Score from which another response of the group is shown to the teacher, as a hint behind the prompt (SDPO)."""
     resample_rounds: int = at_least(0, 0, excludes={"data_weights": ..., "num_generations": 1}, show="rarely")
@@ -193,6 +193,7 @@ class GRPOBatch(TaughtBatch):
 
     group: Tensor  # (B,) int64
     num_groups: int  # on all ranks
+    turn: Tensor | None = None  # int64, see `Rollout`
     logprobs: Tensor  # under the policy before the update
     ref_logprobs: Tensor
     advantages: Tensor
@@ -285,7 +286,7 @@ def find_equal_groups(run: Run[GRPOArgs], rollout: Rollout, scores: Scores) -> T
 
 def penalize_length(args: GRPOArgs, rollout: Rollout, scores: Tensor) -> Tensor:
     """Scores (B,) less the penalties of length; NaN stays NaN."""
-    scores = kl.bound_scores(scores, rollout.truncated, None, args.missing_eos_penalty)
+    scores = kl.bound_scores(scores, turns.unfinished(rollout), None, args.missing_eos_penalty)
     if not args.overlong_buffer:
         return scores
     over = kl.overlong(rollout.action_mask.sum(1), args.max_new_tokens, args.overlong_buffer)  # (B,)
@@ -336,8 +337,10 @@ def estimate_advantages(
     scored = rollout.masked(~total.isnan())
     kl_coeff = args.init_kl_coeff if args.kl_placement == "reward" else 0.0
     if args.advantage == "none":
-        by_token = kl.token_rewards(scored, total, kl_coeff)  # (B, T-1)
-        advantages = ops.gae(by_token, torch.zeros_like(by_token), scored.action_mask, gamma=1.0, lambd=1.0)[0]
+        by_turn = turns.turn_rewards(rollout, scores, total, args.max_turns, args.credit)  # (B, turns)
+        by_token = kl.token_rewards(scored, by_turn, kl_coeff)  # (B, T-1)
+        walk = scored.action_mask, rollout.episode, 1.0, 1.0
+        advantages = ops.gae_over_rows(by_token, torch.zeros_like(by_token), *walk)[0]
     else:
         advantages = advantages_of(total, args.advantage)[:, None]  # (B, 1)
         if args.credit == "turn":
@@ -351,7 +354,7 @@ def estimate_advantages(
         exact = advantages.double()
         whitened = ops.whiten(exact, scored.action_mask, sum_over_ranks=ranks.sum)
         advantages = whitened.to(advantages)
-    learned = scored.masked(~rollout.truncated) if args.overlong_filter else scored
+    learned = scored.masked(~turns.unfinished(rollout)) if args.overlong_filter else scored
     advantages = torch.where(learned.action_mask, advantages, 0.0)
     return learned.extend(GRPOBatch, advantages=advantages, correction=correction)
 
@@ -382,11 +385,7 @@ def update(
 def minibatches(batch: GRPOBatch, size: int, num_episodes: int, generator: torch.Generator) -> Iterator[GRPOBatch]:
     """Mini-batches of about `size` whole episodes, groups shuffled; num_episodes: the mean of ranks, fixes how many."""
     place = torch.randperm(batch.num_groups, generator=generator)  # (G,)
-    order = place[batch.group].argsort(stable=True)  # (B,)
-    sizes = batch.last_rows()[order].unique_consecutive(return_counts=True)[1]  # (E,) rows of each episode
-    for part in sizes.tensor_split(math.ceil(num_episodes / size)):
-        rows, order = order.tensor_split([int(part.sum())])
-        yield batch.select(rows)
+    return batch.parts(place[batch.group].argsort(stable=True), math.ceil(num_episodes / size))
 
 
 def update_minibatch(
@@ -402,7 +401,7 @@ def update_minibatch(
     """
     args, kl_coeff = run.args, run.args.init_kl_coeff if run.args.kl_placement == "loss" else 0.0
     counted = (minibatch.action_mask, minibatch.group, minibatch.num_groups)
-    length, episode = args.max_new_tokens, minibatch.episode
+    length, episode = args.longest_sample, minibatch.episode
     entropy_weights = policy_losses.token_weights(*counted, args.aggregation, length, run.ranks.sum, episode)
     weights = entropy_weights if minibatch.correction is None else entropy_weights * minibatch.correction  # (b, T-1)
     if args.loss_type in policy_losses.LOSSES and not (kl_coeff or args.entropy_coeff or lesson):
@@ -420,7 +419,7 @@ def update_minibatch(
             logprobs = stats.logprobs  # (b, T-1)
             difference = torch.where(mask, logprobs - micro.logprobs, 0.0)  # (b, T-1)
             is_sequence = args.importance_sampling_level == "sequence"
-            log_ratio = policy_losses.sequence_log_ratio(difference, mask) if is_sequence else difference
+            log_ratio = policy_losses.sequence_log_ratio(difference, mask, micro.turn) if is_sequence else difference
             losses = loss(logprobs, log_ratio, micro.advantages, mask)
             if kl_coeff:
                 losses = losses + kl_coeff * policy_losses.kl_loss(logprobs, micro.ref_logprobs, difference)
@@ -449,7 +448,8 @@ def group_metrics(run: Run[GRPOArgs], rollout: Rollout, scores: Scores, rewards:
     penalized = penalize_length(args, rollout, scores.total)  # (B,)
     if args.init_kl_coeff and args.kl_placement == "reward":
         penalized = penalized - args.init_kl_coeff * rollout_metrics.response_kl(rollout)
-    metrics = rollout_metrics.rollout_metrics(run, rollout, scores.total, penalized[:, None])
+    once = torch.where(rollout.ends(), penalized, 0.0)  # (B,), of an episode's rows the last one
+    metrics = rollout_metrics.rollout_metrics(run, rollout, scores.total, once[:, None])
     if args.init_kl_coeff:
         k3 = torch.where(rollout.action_mask, ops.kl_k3(rollout.logprobs, rollout.ref_logprobs), 0.0).sum(1)  # (B,)
         k3 = rollout_metrics.by_episode(rollout, k3)

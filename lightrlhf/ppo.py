@@ -14,6 +14,11 @@ end, `--value_function` how the values of a segment's tokens are reduced to its 
 segment, GAE runs over segments, and each token gets its segment's advantage and return. `--ngram 1`, the default, is
 token PPO.
 
+With `--env` or `--tools` a response is an episode of several turns (`generation.episodes`). A turn's reward lies on its
+last token, and GAE goes through observations and from row to row; `--termination_condition turn` makes each turn a
+macro action. The end of an episode is terminal, unless rewards come with the turns alone and a limit cut it: then GAE
+goes on to the value of what the policy would have read next.
+
 Actor and critic have an optimiser each. They are two networks or, with LoRA, adapters and heads on one backbone, which
 without the new adapter is the reference and with the reward model's adapter is the scorer. Dropout is off wherever
 log-probabilities are stored.
@@ -37,17 +42,17 @@ from lightrlhf.cli import groups as flags
 from lightrlhf.cli.errors import one_line_errors
 from lightrlhf.cli.fields import at_least, between, flag, positive
 from lightrlhf.cli.parser import parse
-from lightrlhf.data.batch import Rollout, inference_batches, to_device
+from lightrlhf.data.batch import Batch, Rollout, inference_batches, response_batch, to_device
 from lightrlhf.data.macro_parsers import Parser, check_parser, make_parser, parsed_segments
 from lightrlhf.data.rows import Given, Row, load_splits
 from lightrlhf.data.scores import Scores
 from lightrlhf.data.types import PreTrainedModel, Tokenizer
-from lightrlhf.generation import rollout_metrics
-from lightrlhf.generation.rollout_sampler import RolloutSampler
+from lightrlhf.envs.episode_sampler import make_sampler
+from lightrlhf.generation import rollout_metrics, rollout_sampler
 from lightrlhf.maths import macro_actions, ops, sampling_gap
 from lightrlhf.models import forward, given, loading, names, probes, sharding
 from lightrlhf.models.roles import Policy, ScalarModel, policy_inputs
-from lightrlhf.rewards import functions, kl
+from lightrlhf.rewards import functions, kl, turns
 from lightrlhf.rewards.loading import make_rewards
 from lightrlhf.rewards.rewards import Rewards
 from lightrlhf.teachers.lesson import Lesson, TaughtBatch, Term, make_teacher, present, teach
@@ -66,6 +71,7 @@ class PPOArgs(
     flags.TeacherTermArgs,
     flags.AheadServerArgs,
     flags.RolloutLogArgs,
+    flags.AgentArgs,
     flags.TensorParallelArgs,
 ):
     """Proximal policy optimisation against a reward model or a reward function."""
@@ -113,11 +119,12 @@ class PPOArgs(
     entropy_coeff: float = at_least(0, 0.0, show="rarely")
     """Weight of the entropy bonus in the policy's loss."""
     gae_gamma: float = between(0, 1, 1.0, show="rarely")
-    """Discount per token."""
+    """Discount per token, or per turn with `--termination_condition turn`."""
     gae_lambd: float = between(0, 1, 0.95)
     """GAE's lambda: 1 is Monte Carlo, 0 one-step TD."""
-    termination_condition: Literal["fixed", "randomized", "parsing", "ppl"] = "fixed"
-    """Where macro actions end: every `ngram` tokens, at random lengths, with a constituent, or as perplexity rises."""
+    termination_condition: Literal["fixed", "randomized", "parsing", "ppl", "turn"] = "fixed"
+    """Where macro actions end: every `ngram` tokens, at random lengths, with a constituent, as perplexity rises, or
+    with a turn of an episode."""
     ngram: int = at_least(0, 1)
     """Tokens per macro action for `fixed`: 1 is token PPO, 0 makes the response one macro action."""
     repeat_times: int = at_least(1, 3, needs={"termination_condition": "randomized"}, show="rarely")
@@ -133,19 +140,26 @@ class PPOArgs(
     normalize_advantages: bool = flag(True, show="rarely")
     """Whiten advantages over the rollout of all ranks."""
     clip_rewards: bool = flag(True, show="rarely")
-    """Clip scores to +-`reward_clip_value`."""
+    """Clip scores, and rewards of turns, to +-`reward_clip_value`."""
     reward_clip_value: float = positive(5.0, show="rarely")
     """Largest absolute score after normalisation."""
     missing_eos_penalty: float = at_least(0, 0.0, show="rarely")
-    """Penalty subtracted from the score of a response that reached `max_new_tokens` without an end token."""
+    """Penalty subtracted from the score of a response without an end token, or of an episode that a limit ended."""
 
     def _check(self) -> None:
         if self.mini_batch_size > self.rollout_size:
             raise ValueError(
                 f"--mini_batch_size {self.mini_batch_size} must not exceed --rollout_size {self.rollout_size}"
             )
+        if self.termination_condition == "turn" and not self.plays_episodes:
+            raise ValueError("--termination_condition turn needs episodes, of --env, --tools or --mcp")
         if self.termination_condition == "parsing":
             check_parser(self.parser)
+
+    @property
+    def num_lengths(self) -> int:
+        """Random lengths of a response's macro actions."""
+        return self.repeat_times * len(macro_actions.RANDOM_LENGTHS)
 
 
 @dataclass(kw_only=True)
@@ -195,34 +209,34 @@ def train(
     value_model = run.setup("critic", critic, args.critic_learning_rate, num_updates)
     init_kl = start.resumed.get("kl_coeff", args.init_kl_coeff)
     kl_coeff = kl.AdaptiveKL(init_kl, args.target_kl_coeff) if args.adaptive_kl_coeff else kl.FixedKL(init_kl)
-    sampler = RolloutSampler(run, model, reference, start)
+    sampler = make_sampler(run, model, reference, start, rewards)
     run.keep(start.policy, start.tokenizer, lambda: {"kl_coeff": kl_coeff.value, **rewards.state()})
     measure = partial(evaluate, run, sampler, rewards, start.held_out) if start.held_out else None
 
     for step in run.steps(num_steps):
         with run.phase("rollout"):
             rollout = sampler.sample(step)  # a response to each prompt, (B, T)
-            num_rows = int(run.ranks.total(len(rollout)))  # of all ranks
+            num_samples = int(run.ranks.total(int(rollout.ends().sum())))  # of all ranks
         with run.phase("score"):
-            scores = bound_scores(args, rollout, rewards(rollout))  # (B,) by each reward, their weights, and the audit
+            scores, by_turn = bound_scores(args, rollout, rewards(rollout))  # (B,) each, the audit, and (B, turns)
             scored = rollout.masked(~scores.total.isnan())  # without a score, a response has no actions
             values = predict_values(value_model, scored, args.rollout_mini_batch_size)  # (B, T-1)
-            by_token = kl.token_rewards(scored, scores.total, kl_coeff.value, args.kl_estimator)  # rewards, (B, T-1)
-            num_lengths = args.repeat_times * len(macro_actions.RANDOM_LENGTHS)
-            noise = run.ranks.noise(num_rows, num_lengths, step, -1)  # (B, L), for random lengths of macro actions
+            beyond = predict_beyond(args, value_model, scored, scores)  # (B,), after the last action
+            by_token = kl.token_rewards(scored, by_turn, kl_coeff.value, args.kl_estimator)  # rewards, (B, T-1)
+            noise = run.ranks.noise(num_samples, args.num_lengths, step, -1)  # (B, L), for random lengths
             segments, parse_failures = segment_responses(args, scored, noise, parser)  # (B, T-1)
             gap = rollout.sampling_gap, rollout.action_mask, args.sampling_correction, args.sampling_bound
             correction = sampling_gap.importance_weights(*gap)  # (B, T-1); None where this process samples
-            batch = estimate_advantages(args, scored, by_token, values, segments, correction, run.ranks.sum)
+            batch = estimate_advantages(args, scored, by_token, values, segments, correction, run.ranks.sum, beyond)
         log_rollouts(run, rollout, scores, batch.advantages, values)
         with run.phase("update"):
             lesson = teach(run, model, expert, scored, batch, across=True) if expert else None
             metrics = update(run, model, value_model, batch, step, lesson)
         metrics |= rollout_metrics.rollout_metrics(run, rollout, scores.total, by_token)
-        metrics |= rollout_metrics.reward_metrics(run, scores, rewards.audit)
+        metrics |= rollout_metrics.reward_metrics(run, scores.select(rollout.ends()), rewards.audit)
         metrics |= macro_metrics(run, batch, parse_failures) | {"objective/kl_coeff": kl_coeff.value}
         if metrics["objective/valid_ratio"]:  # else there was no reward to weigh the KL against
-            kl_coeff.update(metrics["objective/kl"], num_rows)
+            kl_coeff.update(metrics["objective/kl"], num_samples)
         run.end_step(metrics, rollout, measure)
     return run.finish()
 
@@ -246,14 +260,19 @@ def load_critic(args: PPOArgs, tokenizer: Tokenizer, policy: Policy, is_given: b
 
 
 # ------------------------------------------------------------------------------------------------------ the rollout
-def bound_scores(args: PPOArgs, rollout: Rollout, scores: Scores) -> Scores:
-    """Scores with their totals (B,) clipped, less the penalty for a missing end; NaN stays NaN."""
+def bound_scores(args: PPOArgs, rollout: Rollout, scores: Scores) -> tuple[Scores, Tensor]:
+    """Scores with their totals (B,), and the rewards of turns (B, turns) that these are made of; NaN stays NaN.
+
+    Rewards are clipped, the last turn's is less the penalty for a missing end. A response is one turn.
+    """
     limit = args.reward_clip_value if args.clip_rewards else None
-    total = kl.bound_scores(scores.total, rollout.truncated, limit, args.missing_eos_penalty)
-    return replace(scores, total=total)
+    by_turn = turns.turn_rewards(rollout, scores, scores.total, args.max_turns)
+    unended = turns.last_turns(rollout, args.max_turns) & turns.unfinished(rollout)[:, None]  # (B, turns)
+    by_turn = kl.bound_scores(by_turn, unended, limit, args.missing_eos_penalty)
+    return replace(scores, total=by_turn.sum(1)), by_turn
 
 
-def predict_values(critic: nn.Module, rollout: Rollout, batch_size: int) -> Tensor:
+def predict_values(critic: nn.Module, rollout: Batch, batch_size: int) -> Tensor:
     """Values of the states in which actions were taken, dropout off: (B, T-1), 0 off actions."""
     device = next(critic.parameters()).device
     values = torch.zeros(rollout.action_mask.shape, device=device)
@@ -265,6 +284,19 @@ def predict_values(critic: nn.Module, rollout: Rollout, batch_size: int) -> Tens
     return torch.where(rollout.action_mask, values.cpu(), 0.0)
 
 
+def predict_beyond(args: PPOArgs, critic: nn.Module, rollout: Rollout, scores: Scores) -> Tensor | None:
+    """Values (B,) of what episodes that a limit cut would have read next, 0 elsewhere; None: all ends are terminal.
+
+    Only where rewards come with turns alone: other rewards are of the outcome.
+    """
+    if not args.plays_episodes or scores.weights[:-1].any():
+        return None
+    rows = [i for i, ids in enumerate(rollout.next_prompts) if ids]
+    cut = response_batch([rollout.next_prompts[i] for i in rows], [[0]] * len(rows), 0)  # any action
+    found = predict_values(critic, cut, args.rollout_mini_batch_size).sum(1)  # (b,)
+    return torch.zeros(len(rollout)).index_put((torch.tensor(rows, dtype=torch.int64),), found)
+
+
 def segment_responses(args: PPOArgs, rollout: Rollout, noise: Tensor, parser: Parser | None) -> tuple[Tensor, int]:
     """Macro actions of each response, (B, T-1) as in `maths/macro_actions.py`, and how many could not be parsed.
 
@@ -272,6 +304,9 @@ def segment_responses(args: PPOArgs, rollout: Rollout, noise: Tensor, parser: Pa
     """
     if parser is not None:
         return parsed_segments(rollout, parser, args.parsing_cutoff, args.ngram)
+    if args.termination_condition == "turn":
+        assert rollout.turn is not None
+        return macro_actions.turn_segments(rollout.action_mask, rollout.turn), 0
     if args.termination_condition == "ppl":
         return macro_actions.perplexity(rollout.action_mask, rollout.ref_logprobs), 0
     if args.termination_condition == "randomized":
@@ -287,15 +322,18 @@ def estimate_advantages(
     segments: Tensor,
     correction: Tensor | None = None,
     sum_over_ranks: ops.SumOverRanks | None = None,
+    beyond: Tensor | None = None,
 ) -> PPOBatch:
     """GAE over the macro actions of each response (Chai et al. 2025, sec. 3), whitened over all rows and ranks.
 
-    by_token: rewards; values, segments, correction: all (B, T-1).
+    by_token: rewards; values, segments, correction: all (B, T-1); beyond: values after the last action, (B,).
     """
-    macro_rewards = macro_actions.discounted_sum(by_token, segments, args.gae_gamma)  # (B, M)
+    within = 1.0 if args.termination_condition == "turn" else args.gae_gamma
+    macro_rewards = macro_actions.discounted_sum(by_token, segments, within)  # (B, M)
     macro_values = macro_actions.VALUE_FUNCTIONS[args.value_function](values, segments)  # (B, M)
     mask = macro_actions.segment_mask(segments)  # (B, M) bool
-    by_segment = ops.gae(macro_rewards, macro_values, mask, args.gae_gamma, args.gae_lambd)  # (B, M) each
+    discounts = args.gae_gamma, args.gae_lambd
+    by_segment = ops.gae_over_rows(macro_rewards, macro_values, mask, rollout.episode, *discounts, beyond)  # (B, M)
     advantages, returns = (macro_actions.broadcast(part, segments) for part in by_segment)  # (B, T-1) each
     if args.normalize_advantages:
         advantages = ops.whiten(advantages, rollout.action_mask, sum_over_ranks=sum_over_ranks)
@@ -311,11 +349,13 @@ def value_loss(values: Tensor, batch: PPOBatch, clip_coeff: float) -> Tensor:
     return 0.5 * error[batch.actions].sum()
 
 
-def minibatches(batch: PPOBatch, size: int, num_rows: int, generator: torch.Generator) -> Iterator[PPOBatch]:
-    """The rows in shuffled mini-batches of about `size`; num_rows, of the fullest rank, sets their number on all."""
-    order = torch.randperm(len(batch), generator=generator)
-    for rows in order.tensor_split(math.ceil(num_rows / size)):
-        yield batch.select(rows)
+def minibatches(batch: PPOBatch, size: int, num_episodes: int, generator: torch.Generator) -> Iterator[PPOBatch]:
+    """Mini-batches of about `size` whole episodes, shuffled; num_episodes, of the fullest rank, fixes how many."""
+    last = batch.last_rows()  # (B,)
+    ends = batch.ends().nonzero()[:, 0]  # (E,)
+    place = torch.randperm(len(ends), generator=generator).argsort()  # (E,)
+    order = place[torch.searchsorted(ends, last)].argsort(stable=True)  # (B,)
+    return batch.parts(order, math.ceil(num_episodes / size))
 
 
 def update(
@@ -323,11 +363,11 @@ def update(
 ) -> Metrics:
     """All optimiser steps of one rollout, or those until `--max_kl` is exceeded; returns means over them."""
     args = run.args
-    num_rows = int(run.ranks.total(len(batch)) + run.ranks.world_size - 1) // run.ranks.world_size
+    num_episodes = math.ceil(run.ranks.total(int(batch.ends().sum())) / run.ranks.world_size)
     parts = (
         minibatch
         for epoch in range(args.ppo_epochs)
-        for minibatch in minibatches(batch, args.mini_batch_size, num_rows, run.ranks.generator(step, epoch))
+        for minibatch in minibatches(batch, args.mini_batch_size, num_episodes, run.ranks.generator(step, epoch))
     )
     metrics = []
     with present(lesson):
@@ -337,7 +377,7 @@ def update(
             if args.max_kl is not None and approxkl > args.max_kl:
                 break
     means = {name: sum(row[name] for row in metrics) / len(metrics) for name in metrics[0]}
-    run.learners.skip_updates(args.ppo_epochs * math.ceil(num_rows / args.mini_batch_size) - len(metrics))
+    run.learners.skip_updates(args.ppo_epochs * math.ceil(num_episodes / args.mini_batch_size) - len(metrics))
     return means | {"policy/updates": len(metrics)}
 
 
@@ -397,10 +437,12 @@ def macro_metrics(run: Run[PPOArgs], batch: PPOBatch, parse_failures: int) -> Me
 
 
 @torch.no_grad()
-def evaluate(run: Run[PPOArgs], sampler: RolloutSampler, rewards: Rewards, rows: Sequence[Row]) -> Metrics:
+def evaluate(
+    run: Run[PPOArgs], sampler: rollout_sampler.RolloutSampler, rewards: Rewards, rows: Sequence[Row]
+) -> Metrics:
     """Score, KL and length on held-out prompts, with the same noise each time."""
     rollout = sampler.sample_held_out(rows)
-    scores = bound_scores(run.args, rollout, rewards(rollout, audited=False))
+    scores, _ = bound_scores(run.args, rollout, rewards(rollout, audited=False))
     return rollout_metrics.evaluation_metrics(run, rollout, scores.total)
 
 

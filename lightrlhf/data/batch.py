@@ -16,6 +16,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -84,6 +85,13 @@ class Batch:
     def once(self, values: Tensor) -> Tensor:
         """Values (B,) that the rows of an episode share, NaN but in the last row of each episode."""
         return values if self.episode is None else torch.where(self.ends(), values, math.nan)
+
+    def parts(self: AnyBatch, order: Tensor, number: int) -> Iterator[AnyBatch]:
+        """The rows in an order (B,) that keeps episodes together, cut into parts of about equally many episodes."""
+        sizes = self.last_rows()[order].unique_consecutive(return_counts=True)[1]  # (E,) rows of each episode
+        for part in sizes.tensor_split(number):
+            rows, order = order.tensor_split([int(part.sum())])
+            yield self.select(rows)
 
     def map(self: AnyBatch, function: Callable[[Tensor], Tensor]) -> AnyBatch:
         """Apply `function` to each tensor; returns a new batch."""
@@ -156,6 +164,7 @@ class Rollout(SampledBatch):
     ref_logprobs: Tensor  # (B, T-1) as `logprobs`, under the reference; NaN where there is none
     tokenizer: PreTrainedTokenizerBase | None = None  # of the ids
     columns: list[dict[str, Any]] = dataclasses.field(default_factory=list)  # other columns of the data, a dict per row
+    next_prompts: list[list[int]] = dataclasses.field(default_factory=list)  # ids of what is read after a row, if known
     removed_mass: float = 0.0  # mean probability removed from the sampling distribution by top-k, top-p and min-p
 
     def select(self, index: Tensor | slice) -> Rollout:
@@ -163,6 +172,7 @@ class Rollout(SampledBatch):
         rows = super().select(index)
         kept = torch.arange(len(self))[index].tolist()
         rows.columns = [self.columns[i] for i in kept] if self.columns else []
+        rows.next_prompts = [self.next_prompts[i] for i in kept] if self.next_prompts else []
         if "texts" in vars(self):
             rows.texts = [self.texts[i] for i in kept]
         return rows
@@ -204,7 +214,7 @@ def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
 
 
 def joined(rollouts: Sequence[Rollout]) -> Rollout:
-    """The rows of all, right-padded to one width."""
+    """The rows of all, right-padded to one width; episodes are numbered anew."""
     width = max(rollout.input_ids.shape[1] for rollout in rollouts)
 
     def pad(rows: Tensor, full: int) -> Tensor:
@@ -212,8 +222,13 @@ def joined(rollouts: Sequence[Rollout]) -> Rollout:
 
     same = [rollout.map(functools.partial(pad, full=rollout.input_ids.shape[1])) for rollout in rollouts]
     names = [field.name for field in dataclasses.fields(Rollout) if isinstance(getattr(same[0], field.name), Tensor)]
+    names = [name for name in names if name != "episode"]  # which a rollout may lack
     changes: dict[str, Any] = {name: torch.cat([getattr(one, name) for one in same]) for name in names}
-    changes["columns"] = [columns for one in same for columns in one.columns]
+    if any(rollout.episode is not None for rollout in rollouts):
+        starts = itertools.accumulate(map(len, rollouts), initial=0)
+        changes["episode"] = torch.cat([one.last_rows() + start for one, start in zip(rollouts, starts)])
+    for name in ("columns", "next_prompts"):
+        changes[name] = [value for one in same for value in getattr(one, name)]
     whole = dataclasses.replace(same[0], **changes)
     if all("texts" in vars(one) for one in rollouts):
         whole.texts = [texts for one in rollouts for texts in one.texts]

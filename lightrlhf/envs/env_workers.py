@@ -71,7 +71,8 @@ class EnvWorker(Process):
 class EnvPool:
     """Episodes in at most `size` processes; `reset`, `step` and `finish` return at once, `results` gives the answers.
 
-    seconds: limit of each call; tools: schemas, None where the environment reads texts; gives_reward: see `EpisodeEnv`.
+    seconds: limit of each call; tools: schemas, None where the environment reads texts; gives_reward, has_outcome: see
+    `EpisodeEnv`.
     Starts the first process. Raises: UsageError when the environment cannot be made.
     """
 
@@ -87,6 +88,7 @@ class EnvPool:
         described = self._describe()
         self.tools: list[Json] | None = described["tools"]
         self.gives_reward: bool = described["gives_reward"]
+        self.has_outcome: bool = described["has_outcome"]
         self.is_stateless: bool = described["is_stateless"]
 
     def reset(self, episode: int, seed: int, row: dict[str, Any]) -> None:
@@ -286,7 +288,8 @@ class Host:
             return "fault", (failure.kind, f"{kind}: {failure}")
 
     def introduce(self) -> tuple[str, Any]:
-        return "introduced", {name: getattr(self.env, name) for name in ("tools", "gives_reward", "is_stateless")}
+        facts = {name: getattr(self.env, name) for name in ("tools", "gives_reward", "is_stateless")}
+        return "introduced", facts | {"has_outcome": getattr(self.env, "has_outcome", True)}
 
     def reset(self, seed: int, row: dict[str, Any]) -> tuple[str, Any]:
         self.env = self.env or self.spec.make()

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from lightrlhf.cli.errors import NotFinite, UsageError
-from lightrlhf.cli.groups import AgentArgs, EpisodeArgs
+from lightrlhf.cli.groups import EpisodeArgs, GroupAgentArgs
 from lightrlhf.data.batch import Rollout, SampledBatch, masked_batch, mix_seed, number_rows, seeded_noise
 from lightrlhf.data.chat import controls
 from lightrlhf.data.splits import Row
@@ -74,7 +74,7 @@ class EpisodeSampler(RolloutSampler):
         self.policy: Policy = getattr(module, "module", module)  # without what Fabric wraps it in
         self.pool: Pool = pool or open_pool(run)
         self.sessions = None
-        if self.served and run.args.agent:
+        if self.served and isinstance(run.args, GroupAgentArgs) and run.args.agent:
             self.sessions = AgentSessions(run.args, self.pool, self.served)
             run.on_end(self.sessions.close)
         self.has_warned = False
@@ -140,7 +140,9 @@ class EpisodeSampler(RolloutSampler):
         sampled = Completions([], [], [is_cut(episodes[i]) for i in batch.episode.tolist()], removed)
         rollout = make_rollout(batch, contexts, sampled, self.tokenizer, self.reference, *settings)
         several = batch.episode if len(batch) > len(episodes) else None
-        return dataclasses.replace(rollout, group=batch.episode, episode=several, turn=turn)
+        owners = zip(batch.episode.tolist(), batch.ends().tolist())
+        after = [episodes[number].next_prompt if is_last else [] for number, is_last in owners]
+        return dataclasses.replace(rollout, group=batch.episode, episode=several, turn=turn, next_prompts=after)
 
     def _warn(self, episodes: Sequence[Episode]) -> None:
         """Warn once where many episodes have no reward, since a policy must not escape a bad one by a fault."""
@@ -183,7 +185,7 @@ def open_pool(run: Run[Any]) -> Pool:
 # ------------------------------------------------------------------------------- also of programs that do not train
 def make_pool(args: EpisodeArgs) -> EnvPool:
     """The environments of the flags. Raises: UsageError when they name none."""
-    agent = args.agent if isinstance(args, AgentArgs) else None
+    agent = args.agent if isinstance(args, GroupAgentArgs) else None
     try:
         spec = EnvSpec(args.env, read_options(args.env_options), tuple(args.tools), args.mcp, agent)
         json.dumps(spec.options)
@@ -197,9 +199,8 @@ def make_pool(args: EpisodeArgs) -> EnvPool:
 
 def limits_of(args: Any, policy: Policy, positions: float = math.inf) -> Limits:
     """Where the episodes of a policy end; positions: of a server, at most."""
-    tokens = args.max_episode_tokens or args.max_turns * args.max_new_tokens
     lengths = args.max_new_tokens, args.max_observation_tokens
-    return Limits(args.max_turns, tokens, min(max_positions(policy), positions), *lengths)
+    return Limits(args.max_turns, args.longest_sample, min(max_positions(policy), positions), *lengths)
 
 
 def new_episode(tokenizer: Tokenizer, row: Row, seed: int, noise: int) -> Episode:

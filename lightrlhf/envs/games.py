@@ -49,7 +49,7 @@ class GuessNumber:
         if found and int(found[0]) == self.number:
             return "right", 1.0, True, False, {}
         hint = "say a number" if not found else "higher" if int(found[0]) < self.number else "lower"
-        return hint, 0.0, False, self.left == 0, {"invalid": not found}
+        return hint, 0.0, self.left == 0, False, {"invalid": not found}
 
 
 class Sums:

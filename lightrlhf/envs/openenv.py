@@ -34,6 +34,7 @@ class OpenEnv:
     """The environment of a connection. Raises: UsageError when the server cannot be reached."""
 
     gives_reward = True
+    has_outcome = False
     is_stateless = False
 
     def __init__(self, url: str) -> None:

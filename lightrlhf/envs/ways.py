@@ -94,6 +94,7 @@ class GymEnv:
 
     tools: list[Json] | None = None
     gives_reward = True
+    has_outcome = False
     is_stateless = False
 
     def __init__(self, env: Any) -> None:
@@ -108,7 +109,8 @@ class GymEnv:
     def step(self, reply: Message) -> Answer:
         observation, reward, terminated, truncated, info = self.env.step((reply.get("content") or "").strip())
         counts = {"calls": 1, "failed_calls": int(bool(info.get("invalid")))}
-        return Answer([said(shown(observation, info))], reward, bool(terminated or truncated), counts=counts)
+        stop_reason = "truncated" if truncated and not terminated else "done"
+        return Answer([said(shown(observation, info))], reward, bool(terminated or truncated), stop_reason, counts)
 
     def finish(self, stop_reason: str) -> float | None:
         return 0.0  # all rewards came with the turns

@@ -24,12 +24,15 @@ class Answer:
     messages: list[Message] = field(default_factory=list)  # read next; results of calls in the order of the calls
     reward: float = 0.0  # of this turn
     done: bool = False
-    stop_reason: str = "done"  # where `done`; env_crashed, env_timeout: its calls ended the environment, no `finish`
+    stop_reason: str = "done"  # where `done`; truncated; env_crashed, env_timeout: its calls ended it, no `finish`
     counts: dict[str, int] = field(default_factory=dict)  # calls, failed_calls, and these by kind
 
 
 class EpisodeEnv(Protocol):
-    """An environment, as the worker processes call it. All but the results of tools raises for a fault."""
+    """An environment, as the worker processes call it. All but the results of tools raises for a fault.
+
+    `has_outcome = False` tells that rewards come with the turns alone: an episode that is cut could have had more.
+    """
 
     @property
     def tools(self) -> list[Json] | None:

@@ -7,6 +7,7 @@ what is sampled depends on no clock. Environments that are fewer than the episod
 An episode ends by a stop reason:
 
     done, answer               the environment says so; a reply without a call, where there are tools alone
+    truncated                  the environment cuts it, as gymnasium says it
     turns, tokens, context     the next turn would exceed a limit; of `context`, the model's positions
     template                   the chat template refuses the last reply, such as a text beside a call
     env_crashed, env_timeout   a call of the policy took the environment's process down
@@ -35,7 +36,8 @@ from lightrlhf.generation.episode_env import Answer, Fault, Json, Message, openi
 from lightrlhf.generation.prefix_cache import CachedPrefix
 
 Result = list[Message] | Answer | float | None | Fault
-STOP_REASONS = ("done", "answer", "turns", "tokens", "context", "template", "env_crashed", "env_timeout", "fault")
+CUT = ("truncated", "turns", "tokens", "context")  # stop reasons of episodes that could have gone on
+STOP_REASONS = ("done", "answer", *CUT, "template", "env_crashed", "env_timeout", "fault")
 LONGEST_NAME = 40  # characters of a tool's name in the logs
 BROKEN = ("env_crashed", "env_timeout")  # stop reasons after which there is no environment to ask
 
@@ -48,6 +50,9 @@ class Pool(Protocol):
 
     @property
     def gives_reward(self) -> bool: ...
+
+    @property
+    def has_outcome(self) -> bool: ...
 
     def reset(self, episode: int, seed: int, row: dict[str, Any]) -> None: ...
 
@@ -88,6 +93,7 @@ class Episode:
     fault: Fault | None = None
     waits_for: str = "reset"  # answer, outcome, turn; empty: it is over
     prefix: CachedPrefix | None = None  # KV cache of the last prompt
+    next_prompt: list[int] = field(default_factory=list)  # ids of the turn that a limit cut off, without an outcome
 
     @property
     def num_turns(self) -> int:
@@ -107,6 +113,7 @@ class Episode:
         """What the logs show beside its ids, as plain values."""
         return {
             "stop_reason": self.stop_reason,
+            "cut": self.stop_reason in CUT,
             "turns": self.num_turns,
             "rows": len(self.conversation.rows),
             "tokens": self.num_tokens,
@@ -181,6 +188,8 @@ def play(episodes: Sequence[Episode], pool: Pool, sample: Sample, tokenizer: Tok
                 elif one.fault:
                     pool.drop(number)
             if one.waits_for == "end":
+                if one.stop_reason in CUT and not pool.has_outcome:
+                    one.next_prompt = next_prompt(one, pool.tools, limits)
                 one.waits_for = "outcome"
                 pool.finish(number, one.stop_reason)
         if not plans:
@@ -218,6 +227,15 @@ def plan_turn(one: Episode, tools: list[Json] | None, limits: Limits) -> Plan | 
     if stop_reason:
         one.stop_reason, one.waits_for = stop_reason, "end"
     return plan
+
+
+def next_prompt(one: Episode, tools: list[Json] | None, limits: Limits) -> list[int]:
+    """The ids that the policy would read next; none where the template refuses them, or the model has no positions."""
+    try:
+        ids = one.conversation.begin(one.messages, tools).ids
+    except UsageError:
+        return []
+    return ids if len(ids) < limits.positions else []
 
 
 def can_follow_reply(one: Episode, tools: list[Json] | None) -> bool:

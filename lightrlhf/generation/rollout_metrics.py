@@ -41,7 +41,7 @@ def by_episode(rollout: Rollout, values: Tensor) -> Tensor:
 def rollout_metrics(run: Run[Any], rollout: Rollout, scores: Tensor, by_token: Tensor) -> Metrics:
     """Means over the responses of all ranks; scores: (B,), NaN where missing, by_token: rewards, (B, T-1).
 
-    Of an episode the last row counts.
+    Of an episode the last row counts, but rewards are summed over all rows.
 
     Score and reward are means over the scored responses, NaN where there is none; all others, the KL too, are
     means over all that were sampled, so the rollout is the one with the actions of them all.
@@ -58,7 +58,8 @@ def rollout_metrics(run: Run[Any], rollout: Rollout, scores: Tensor, by_token: T
         "completions/truncated_ratio": truncated,
         "completions/eos_ratio": 1 - truncated,
     } | gap_metrics(run.ranks, rollout, run.args)
-    score, reward = row_means(run, [scores, by_token.sum(1)], rollout.ends() & ~scores.isnan())
+    rewards = by_episode(rollout, by_token.sum(1))  # (B,)
+    score, reward = row_means(run, [scores, rewards], rollout.ends() & ~scores.isnan())
     return {"objective/score": score, "objective/reward": reward} | metrics | episode_metrics(run, rollout, "episodes")
 
 

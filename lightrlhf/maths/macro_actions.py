@@ -54,6 +54,12 @@ def perplexity(action_mask: Tensor, ref_logprobs: Tensor) -> Tensor:
     return _off_actions(rises.long().cumsum(1), action_mask)
 
 
+def turn_segments(action_mask: Tensor, turn: Tensor) -> Tensor:
+    """A segment for each turn of an episode that a row has; turn: (B, T-1), rising along its actions."""
+    first = torch.where(action_mask, turn, turn.new_full((), torch.iinfo(turn.dtype).max)).amin(1, keepdim=True)
+    return _off_actions(turn - first, action_mask)
+
+
 def beginning_at(action_mask: Tensor, starts: Sequence[Sequence[int]]) -> Tensor:
     """Segments that begin at the given action numbers of each row, and at its first action."""
     begins = torch.zeros(action_mask.shape, dtype=torch.int64)  # (B, T-1), by number of the action
@@ -99,6 +105,11 @@ def place(segments: Tensor) -> Tensor:
     return torch.where(segments >= 0, index - broadcast(starts, segments).long(), torch.zeros_like(index))
 
 
+def ends(segments: Tensor) -> Tensor:
+    """Whether an action is the last one of its segment: (B, T-1) -> (B, T-1) bool."""
+    return (segments >= 0) & (place(segments) == broadcast(lengths(segments), segments).long() - 1)
+
+
 def discounted_sum(rewards: Tensor, segments: Tensor, gamma: float) -> Tensor:
     """Reward of each segment, sum_i gamma^i r_i over its tokens (summed, not averaged: so is its KL): -> (B, M)."""
     return reduce_sum(rewards * gamma ** place(segments).to(rewards), segments)
@@ -111,8 +122,7 @@ def value_equal(values: Tensor, segments: Tensor) -> Tensor:
 
 def value_unit(values: Tensor, segments: Tensor) -> Tensor:
     """A segment's value, the value of its last token: (B, T-1) -> (B, M)."""
-    last = place(segments) == broadcast(lengths(segments), segments).long() - 1
-    return reduce_sum(values * last, segments)
+    return reduce_sum(values * ends(segments), segments)
 
 
 def value_position(values: Tensor, segments: Tensor) -> Tensor:

@@ -53,17 +53,23 @@ def whiten(values: Tensor, mask: Tensor, keep_mean: bool = False, sum_over_ranks
 
 
 def gae(
-    rewards: Tensor, values: Tensor, action_mask: Tensor, gamma: float | Tensor, lambd: float
+    rewards: Tensor,
+    values: Tensor,
+    action_mask: Tensor,
+    gamma: float | Tensor,
+    lambd: float,
+    last_values: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation (Schulman et al. 2016, eq. 11-16): (B, T-1) -> advantages, returns (B, T-1).
 
     delta_t = r_t + gamma V_{t+1} - V_t and A_t = delta_t + gamma lambda A_{t+1}, along the action positions of each
-    row; after the last action the value is 0. Actions of a row may have gaps (turns of a dialogue). `gamma` is one
-    number, or (B, T-1) with a discount for each step (of a macro action: gamma to the power of its length).
+    row; the value after the last action is `last_values`, (B,), or 0. Actions of a row may have gaps (turns
+    of a dialogue). `gamma` is one number, or (B, T-1) with a discount for each step (of a macro action: gamma to the
+    power of its length).
     """
     discounts = gamma if isinstance(gamma, Tensor) else torch.full_like(rewards, gamma)
     advantages = torch.zeros_like(rewards)
-    next_value = torch.zeros_like(rewards[:, 0])
+    next_value = torch.zeros_like(rewards[:, 0]) if last_values is None else last_values
     next_advantage = torch.zeros_like(rewards[:, 0])
     for t in range(rewards.shape[1] - 1, -1, -1):
         counted = action_mask[:, t]
@@ -224,11 +230,36 @@ def wilson_interval(successes: float, trials: float) -> tuple[float, float]:
     return max(0.0, centre - half), min(1.0, centre + half)
 
 
+def gae_over_rows(
+    rewards: Tensor,
+    values: Tensor,
+    action_mask: Tensor,
+    episode: Tensor | None,
+    gamma: float,
+    lambd: float,
+    last_values: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`gae` along the rows of each episode, in their order: (B, W) -> advantages, returns (B, W).
+
+    episode: (B,) int64, equal in its rows; None: each row is one. last_values: (B,), 0 but in last rows of episodes.
+    """
+    if episode is None:
+        return gae(rewards, values, action_mask, gamma, lambd, last_values)
+    _, number, counts = episode.unique(return_inverse=True, return_counts=True)  # (B,) below E, (E,)
+    place = number.argsort(stable=True).argsort() - (counts.cumsum(0) - counts)[number]  # (B,) of a row in its episode
+    shape = len(counts), int(counts.max()), rewards.shape[1]
+
+    def join(part: Tensor) -> Tensor:  # (B, W) -> (E, R W)
+        return part.new_zeros(shape).index_put((number, place), part).flatten(1)
+
+    last = None if last_values is None else last_values.new_zeros(len(counts)).index_add(0, number, last_values)
+    found = gae(join(rewards), join(values), join(action_mask), gamma, lambd, last)  # (E, R W) each
+    advantages, returns = (part.view(shape)[number, place] for part in found)
+    return advantages, returns
+
+
 def episode_gae(rewards: Tensor, values: Tensor, episode: Tensor, gamma: float, lambd: float) -> tuple[Tensor, Tensor]:
     """GAE along the decisions of each episode: rewards, values and episode indices (B,) -> advantages, returns (B,)."""
-    lengths = episode.bincount()  # (E,)
-    mask = torch.arange(int(lengths.max()), device=lengths.device) < lengths[:, None]  # (E, S), in the rows' order
-    empty = torch.zeros(mask.shape, device=mask.device)
-    padded = (empty.masked_scatter(mask, rewards), empty.masked_scatter(mask, values))  # (E, S) each
-    advantages, returns = gae(*padded, mask, gamma, lambd)
-    return advantages[mask], returns[mask]
+    every = torch.ones_like(episode, dtype=torch.bool)[:, None]
+    advantages, returns = gae_over_rows(rewards[:, None], values[:, None], every, episode, gamma, lambd)
+    return advantages[:, 0], returns[:, 0]

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lightrlhf.maths import macro_actions
 from lightrlhf.maths.ops import SumOverRanks, clipped_surrogate, kl_k2
 
 TokenLoss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -72,8 +73,14 @@ def make_loss(name: str, low: float, high: float, dual: float | None) -> TokenLo
     return functools.partial(cispo_loss, low=low, high=high) if name == "cispo" else LOSSES[name]
 
 
-def sequence_log_ratio(log_ratio: Tensor, action_mask: Tensor) -> Tensor:
-    """Mean log-ratio of each row's actions at each of them (GSPO, Zheng et al. 2025, 2507.18071, eq. 7): (B, T-1)."""
+def sequence_log_ratio(log_ratio: Tensor, action_mask: Tensor, turn: Tensor | None = None) -> Tensor:
+    """Mean log-ratio of each row's actions at each of them (GSPO, Zheng et al. 2025, 2507.18071, eq. 7): (B, T-1).
+
+    turn: (B, T-1) of episodes, each of whose turns is a sequence.
+    """
+    if turn is not None:
+        segments = macro_actions.turn_segments(action_mask, turn)
+        return macro_actions.broadcast(macro_actions.value_equal(log_ratio, segments), segments)
     counted = torch.where(action_mask, log_ratio, torch.zeros_like(log_ratio))
     mean = counted.sum(1, keepdim=True) / action_mask.sum(1, keepdim=True).clamp(min=1)  # (B, 1)
     return torch.where(action_mask, mean, torch.zeros_like(log_ratio))

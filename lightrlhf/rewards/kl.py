@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lightrlhf.data.batch import Rollout
+from lightrlhf.maths import macro_actions
 from lightrlhf.maths.ops import KL_ESTIMATORS
 
 
@@ -29,16 +30,18 @@ def overlong(lengths: Tensor, longest: int, buffer: int) -> Tensor:
 def token_rewards(rollout: Rollout, scores: Tensor, kl_coeff: float, kl_estimator: str = "k1") -> Tensor:
     """r_t = -kl_coeff * KL_t, plus the score at the last action (Ziegler et al. 2019, eq. 2): (B,) -> (B, T-1).
 
-    A response without a score, NaN, must have no actions (`Rollout.masked`); its rewards are 0.
+    scores: (B,) of responses, or of each turn of an episode (B, N), which stands at the turn's last action. Without a
+    score, NaN, there must be no actions (`Rollout.masked`); their rewards are 0.
     """
     kl = KL_ESTIMATORS[kl_estimator](rollout.logprobs, rollout.ref_logprobs)
     if not kl_coeff:  # there may be no reference
         kl = torch.zeros_like(kl)
-    rewards = torch.where(rollout.action_mask, -kl_coeff * kl, torch.zeros_like(kl))
-    steps = torch.arange(rewards.shape[1], device=rewards.device)
-    last = (rollout.action_mask.long() * (steps + 1)).argmax(1)  # by index: a pad token may be the end token
-    rewards[torch.arange(len(rollout), device=rewards.device), last] += scores
-    return torch.where(rollout.action_mask, rewards, torch.zeros_like(rewards))  # rows without actions too
+    mask, turn = rollout.action_mask, rollout.turn
+    rewards = torch.where(mask, -kl_coeff * kl, torch.zeros_like(kl))
+    if turn is None:
+        turn, scores = torch.zeros_like(mask, dtype=torch.int64), scores.reshape(len(mask), 1)
+    last = macro_actions.ends(macro_actions.turn_segments(mask, turn))  # by index: a pad token may be the end token
+    return torch.where(last, rewards + scores.gather(1, turn), rewards)
 
 
 @dataclass

@@ -1,10 +1,16 @@
-"""Environments of episodes in this process, whose answers come in any order."""
+"""Episodes of tests: environments in this process, whose answers come in any order, and all episodes of four words."""
 
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from lightrlhf.generation.conversations import Conversation
+from lightrlhf.generation.engine import Completions
 from lightrlhf.generation.episode_env import Answer, Fault
+from lightrlhf.generation.episodes import Episode, Limits, play
 
 
 class LocalPool:
@@ -13,6 +19,7 @@ class LocalPool:
     def __init__(self, make: Callable[[], Any], size: int = 100, order: int = 0, gives_reward: bool = True) -> None:
         self.make, self.size, self.order = make, size, random.Random(order)
         self.tools, self.gives_reward = make().tools, gives_reward
+        self.has_outcome = getattr(make(), "has_outcome", True)
         self.envs: dict[int, Any] = {}
         self.asked: list[tuple[int, str, tuple[Any, ...]]] = []
         self.log: list[tuple[int, str, tuple[Any, ...]]] = []
@@ -70,3 +77,57 @@ class Told:
 
     def finish(self, stop_reason: str) -> float:
         return float(sum(map(len, self.said)))
+
+
+# -------------------------------------------------------------------------------------------------------- enumeration
+WORDS = ["<e>", "<u>", "a", "b"]  # the whole vocabulary
+TEMPLATE = """{%- for m in messages -%}{%- if m.role == 'user' -%}{{ '<u> ' + m.content + ' ' }}
+{%- elif KEPT -%}{{ m.content + ' <e> ' }}{%- endif -%}{%- endfor -%}"""
+
+
+def tiny_words(keeps: bool) -> PreTrainedTokenizerFast:
+    """A tokenizer of four words, whose template writes earlier replies, or leaves them out."""
+    core = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="b"))
+    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<e>", pad_token="<e>")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<u>"]})
+    tokenizer.chat_template = TEMPLATE.replace("KEPT", "true" if keeps else "false")
+    return tokenizer
+
+
+class GoOrStop(Told):
+    """Saying b stops, all else goes on, up to three turns; each turn has a reward, and so has the outcome."""
+
+    def step(self, reply):
+        self.said.append(reply["content"].strip())
+        done = self.said[-1] == "b" or len(self.said) == 3
+        reward = {"a": 0.5, "b": -0.25}.get(self.said[-1], 0.125) * len(self.said)
+        return Answer([] if done else [{"role": "user", "content": "ab"[len(self.said) - 1]}], reward, done)
+
+    def finish(self, stop_reason):
+        return 1.0 * (self.said == ["a", "", "a"]) + 0.5 * (self.said[:2] == ["a", "b"])
+
+
+def all_episodes(tokenizer, num_turns: int = 5, length: int = 1) -> list[Episode]:
+    """An episode for each course that one can take, in up to `num_turns` turns of up to `length` tokens."""
+    courses = [(0,)]
+    found = []
+    while courses:
+        course = courses.pop(0)
+
+        def sample(episodes, plans, course=course):
+            """The next turn of the one episode, by the course, and then by first words."""
+            rest = [*course[episodes[0].num_tokens :], *[0] * length][:length]
+            ids = rest[: rest.index(0) + 1] if 0 in rest else rest
+            return Completions([ids], [[0.0] * len(ids)], [ids[-1] != 0], 0.0)
+
+        one = Episode([{"role": "user", "content": "a"}], 0, 0, {"row": 0}, Conversation(tokenizer))
+        play([one], LocalPool(GoOrStop), sample, tokenizer, Limits(num_turns, 99, 99, length, 99))
+        found.append(one)
+        turns = one.conversation.turns
+        taken = [i for turn in turns for i in one.conversation.rows[turn.row].ids[turn.start : turn.end]]
+        while taken and taken[-1] == len(WORDS) - 1:
+            taken.pop()
+        if taken:
+            courses.append((*taken[:-1], taken[-1] + 1))
+    return found

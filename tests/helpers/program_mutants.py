@@ -72,15 +72,15 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
     ],
     "grpo": [
         ("else entropy_weights * minibatch.correction", "else entropy_weights"),
-        ("order = place[batch.group].argsort(stable=True)", "order = torch.randperm(len(batch), generator=generator)"),
+        ("place[batch.group].argsort(stable=True)", "torch.randperm(len(batch), generator=generator)"),
         ('baseline = "rloo" if args.advantage == "rloo" else "mean"', 'baseline = "mean"'),
-        ("learned = scored.masked(~rollout.truncated)", "learned = rollout.masked(~rollout.truncated)"),
+        ("learned = scored.masked(~turns", "learned = rollout.masked(~turns"),
         ("torch.where(total.isnan(), total, rollout_metrics", "(rollout_metrics"),
         ("kl_loss(logprobs, micro.ref_logprobs, difference)", "kl_loss(logprobs, micro.ref_logprobs, log_ratio)"),
         ("return scores - args.overlong_penalty * over", "return scores - over"),
         ("torch.where(part.isfinite() & ~total.isnan(), part", "torch.where(part.isfinite(), part"),
         ("not (kl_coeff or args.entropy_coeff or lesson):", "not (args.entropy_coeff or lesson):"),
-        ("kl.token_rewards(scored, total, kl_coeff)", "kl.token_rewards(scored, total, 0.0)"),
+        ("kl.token_rewards(scored, by_turn, kl_coeff)", "kl.token_rewards(scored, by_turn, 0.0)"),
     ],
     "refuel": [
         ("return first_minus_second(logps - old_logps)", "return first_minus_second(logps)"),

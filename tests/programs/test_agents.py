@@ -2,27 +2,24 @@
 
 import copy
 import dataclasses
+import math
 import shutil
 
 import pytest
 import torch
 from helpers import RunOfOneStep, assert_same_gradients, last_checkpoint, metrics, tiny_model, weights
 from helpers.agent_runs import KEEPS, PROMPTS, REWRITES, Game, agent_args, model_of, trained
-from helpers.episodes import LocalPool, Told
+from helpers.episodes import WORDS, LocalPool, all_episodes, tiny_words
 from helpers.errors import error_naming
 from helpers.mcp_server import COMMAND
 from helpers.templates import ZOO
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from lightrlhf import UsageError, grpo
 from lightrlhf.envs import episode_sampler
 from lightrlhf.envs.episode_sampler import episode_batch
-from lightrlhf.generation.conversations import Conversation
 from lightrlhf.generation.engine import Completions
-from lightrlhf.generation.episode_env import Answer
-from lightrlhf.generation.episodes import Episode, Limits, play
-from lightrlhf.generation.rollout import make_rollout
+from lightrlhf.generation.episodes import Episode
+from lightrlhf.generation.rollout import make_rollout, score_logprobs
 from lightrlhf.models.probes import enable_packing
 from lightrlhf.models.roles import Policy
 from lightrlhf.rewards.rewards import Rewards
@@ -162,6 +159,95 @@ def test_a_turn_is_credited_with_what_follows_it(name, pools, tmp_path):
                 assert float(scaled[row, t]) == pytest.approx(expected / float(deviation + 1e-6), abs=1e-4)
 
 
+def only_env(rollout):
+    return Rewards([EnvScorer()], ("env",), torch.ones(1, dtype=torch.float64))(rollout)
+
+
+@pytest.mark.parametrize("name", [KEEPS, REWRITES])
+@pytest.mark.parametrize("aggregation", ["token", "constant"])
+def test_a_ratio_of_sequences_is_one_of_each_turn(name, aggregation, pools, tmp_path):
+    """GSPO's mean log-ratio over a turn's tokens, clipped; `constant` divides by 4 turns of 5 tokens an episode."""
+    rollout = rollout_of(name, tmp_path)
+    args = agent_args(importance_sampling_level="sequence", aggregation=aggregation, clip_coeff=0.1)
+    batch = grpo.estimate_advantages(args, rollout, only_env(rollout))
+    policy = Policy(model_of(name)).eval()
+    new = score_logprobs(policy, batch, 1.0, 64)
+    batch.logprobs = new + 0.2 * torch.randn(new.shape, generator=torch.Generator().manual_seed(3)) * batch.action_mask
+    total, clipped = 0.0, 0
+    for row in range(len(batch)):
+        turns = rollout.turn[row][batch.action_mask[row]].tolist()
+        new_row, old_row, gains = (x[row][batch.action_mask[row]] for x in (new, batch.logprobs, batch.advantages))
+        for turn in {*turns}:
+            own = [t for t, other in enumerate(turns) if other == turn]
+            ratio = math.exp(sum(float(new_row[t] - old_row[t]) for t in own) / len(own))
+            clipped += len(own) * (not 0.9 <= ratio <= 1.1)
+            for t in own:
+                total -= min(ratio * float(gains[t]), min(max(ratio, 0.9), 1.1) * float(gains[t]))
+    count = int(batch.action_mask.sum())
+    run = RunOfOneStep(args, policy=policy)
+    found = grpo.update_minibatch(run, policy, batch, args.load_loss())
+    expected = total / (count if aggregation == "token" else 20 * int(batch.ends().sum()))
+    assert found["policy/loss"] == pytest.approx(expected, abs=1e-5) and abs(expected) > 1e-3
+    assert 0 < clipped < count
+
+
+@pytest.mark.parametrize("name", [KEEPS, REWRITES])
+@pytest.mark.parametrize("credit", ["episode", "turn"])
+def test_without_a_baseline_an_action_gets_what_is_to_come_in_its_episode(name, credit, pools, tmp_path):
+    rollout = rollout_of(name, tmp_path)
+    rollout.ref_logprobs = rollout.logprobs - 0.3 * rollout.action_mask  # a KL of .3 at each token
+    args = agent_args(advantage="none", credit=credit, init_kl_coeff=0.5)
+    found = grpo.estimate_advantages(args, rollout, only_env(rollout)).advantages
+    for last in rollout.last_rows().unique().tolist():
+        facts, to_go = rollout.columns[last]["episode"], 0.0
+        rows = (rollout.last_rows() == last).nonzero()[:, 0].tolist()
+        after = None  # the turn of the token behind
+        for row in reversed(rows):
+            for t in reversed(rollout.action_mask[row].nonzero()[:, 0].tolist()):
+                turn = int(rollout.turn[row, t])
+                if turn != after:
+                    outcome = facts["score"] - sum(facts["rewards"][:-1]) if credit == "turn" else facts["score"]
+                    to_go += outcome if after is None else facts["rewards"][turn] * (credit == "turn")
+                to_go, after = to_go - 0.15, turn
+                assert float(found[row, t]) == pytest.approx(to_go, abs=1e-4)
+
+
+@pytest.mark.parametrize("name", [KEEPS, REWRITES])
+def test_episodes_that_a_limit_cut_are_penalised_or_left_out_of_the_loss(name, pools, tmp_path):
+    rollout = rollout_of(name, tmp_path, max_turns=1, rollout_size=3)
+    rollout.truncated = torch.zeros(len(rollout), dtype=torch.bool)  # few of these replies end by themselves
+    scores = only_env(rollout)
+    cut = torch.tensor([columns["episode"]["stop_reason"] == "turns" for columns in rollout.columns])
+    assert cut.any() and not cut.all()
+    plain, filtered = (
+        grpo.estimate_advantages(agent_args(overlong_filter=filters), rollout, scores) for filters in (False, True)
+    )
+    assert torch.equal(filtered.action_mask, plain.action_mask & ~cut[:, None])
+    assert torch.equal(filtered.advantages, plain.advantages * ~cut[:, None])  # they stay in the baseline
+    punished = grpo.penalize_length(agent_args(missing_eos_penalty=1.5), rollout, scores.total)
+    assert torch.equal(punished, scores.total - 1.5 * cut)
+
+
+@pytest.mark.parametrize("name", [KEEPS, REWRITES])
+def test_groups_of_equal_scores_are_replaced_by_whole_episodes(name, pools, tmp_path, monkeypatch):
+    letters, update, batches = Game.letters, grpo.update, []
+    monkeypatch.setattr(Game, "letters", lambda self: letters(self) * (self.word != "tea"))
+    monkeypatch.setattr(grpo, "update", lambda *given: batches.append(given[2]) or update(*given))
+    folder = trained(name, tmp_path, rollout_size=3, resample_rounds=2, max_steps=1)
+    (batch,) = batches
+    assert metrics(folder)[0]["sampling/prompts"] > 3
+    ends = batch.ends()
+    assert batch.group[ends].bincount().tolist() == [3, 3, 3]
+    assert torch.equal(batch.group, batch.group[batch.last_rows()])
+    episodes = {int(row): batch.last_rows().eq(row).nonzero()[:, 0].tolist() for row in ends.nonzero()[:, 0]}
+    assert sum(map(len, episodes.values())) == len(batch)
+    assert all(rows == [*range(rows[0], rows[-1] + 1)] for rows in episodes.values())
+    turns = [batch.turn[row][batch.action_mask[row]].unique().tolist() for row in range(len(batch))]
+    for rows in episodes.values():
+        played = [turn for row in rows for turn in turns[row]]
+        assert played == [*range(len(played))]
+
+
 def test_equal_outcomes_change_nothing(pools, tmp_path, monkeypatch):
     monkeypatch.setattr(Game, "letters", lambda self: 0.0)
     assert [row["policy/grad_norm"] for row in metrics(trained(REWRITES, tmp_path))] == [0, 0]
@@ -184,10 +270,9 @@ def test_an_episode_without_a_reward_is_in_no_baseline_and_many_are_warned_of(po
 @pytest.mark.parametrize(
     ("given", "facts"),
     [
-        ({"resample_rounds": 2}, ["--resample_rounds 2"]),
-        ({"importance_sampling_level": "sequence"}, ["--importance_sampling_level sequence"]),
         ({"rollout_server": ["http://a:1"], "max_staleness": 1}, ["--max_staleness 1"]),
         ({"rollout_server": ["http://a:1"], "sampling_correction": "sequence_mask"}, ["--sampling_correction"]),
+        ({"overlong_buffer": 2}, ["--overlong_buffer 2"]),
         ({"tools": ["x:y"]}, ["--tools", "--env"]),
         ({"mcp": "x"}, ["--mcp x"]),
     ],
@@ -218,56 +303,6 @@ def test_a_tokenizer_without_a_chat_template_is_refused(pools, tokenizer, tmp_pa
 
 
 # -------------------------------------------------------------------------------------------------------- enumeration
-WORDS = ["<e>", "<u>", "a", "b"]  # the whole vocabulary
-TEMPLATE = """{%- for m in messages -%}{%- if m.role == 'user' -%}{{ '<u> ' + m.content + ' ' }}
-{%- elif KEPT -%}{{ m.content + ' <e> ' }}{%- endif -%}{%- endfor -%}"""
-
-
-def tiny_words(keeps: bool) -> PreTrainedTokenizerFast:
-    """A tokenizer of four words, whose template writes earlier replies, or leaves them out."""
-    core = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="b"))
-    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<e>", pad_token="<e>")
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<u>"]})
-    tokenizer.chat_template = TEMPLATE.replace("KEPT", "true" if keeps else "false")
-    return tokenizer
-
-
-class GoOrStop(Told):
-    """Saying b stops, all else goes on, up to three turns; each turn has a reward, and so has the outcome."""
-
-    def step(self, reply):
-        self.said.append(reply["content"].strip())
-        done = self.said[-1] == "b" or len(self.said) == 3
-        reward = {"a": 0.5, "b": -0.25}.get(self.said[-1], 0.125) * len(self.said)
-        return Answer([] if done else [{"role": "user", "content": "ab"[len(self.said) - 1]}], reward, done)
-
-    def finish(self, stop_reason):
-        return 1.0 * (self.said == ["a", "", "a"]) + 0.5 * (self.said[:2] == ["a", "b"])
-
-
-def all_episodes(tokenizer) -> list[Episode]:
-    """An episode for each course that one can take."""
-    courses = [(0,)]
-    found = []
-    while courses:
-        course = courses.pop(0)
-
-        def sample(episodes, plans, course=course):
-            ids = [course[one.num_turns] if one.num_turns < len(course) else 0 for one in episodes]
-            return Completions([[i] for i in ids], [[0.0]] * len(ids), [i != 0 for i in ids], 0.0)
-
-        one = Episode([{"role": "user", "content": "a"}], 0, 0, {"row": 0}, Conversation(tokenizer))
-        play([one], LocalPool(GoOrStop), sample, tokenizer, Limits(5, 99, 99, 1, 99))
-        found.append(one)
-        taken = [one.conversation.rows[turn.row].ids[turn.start] for turn in one.conversation.turns]
-        while taken and taken[-1] == len(WORDS) - 1:
-            taken.pop()
-        if taken:
-            courses.append((*taken[:-1], taken[-1] + 1))
-    return found
-
-
 @pytest.mark.parametrize("keeps", [True, False], ids=["one row", "a row a turn"])
 @pytest.mark.parametrize("credit", ["episode", "turn"])
 @pytest.mark.parametrize(("advantage", "share"), [("rloo", 1.0), ("mean", 0.5)])

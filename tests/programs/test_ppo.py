@@ -202,9 +202,9 @@ def test_scores_are_clipped_and_a_missing_end_costs_its_penalty(cafe_data, token
     args = ppo_args(cafe_data, reward_clip_value=2.0, missing_eos_penalty=1.0)
     rollout = rollout_of(PROMPTS, RESPONSES, truncated=[False, True, False, True])
     raw = [9.0, 9.0, -9.0, 0.5]
-    assert bound_scores(args, rollout, scores_of(raw)).total.tolist() == [2.0, 1.0, -2.0, -0.5]
+    assert bound_scores(args, rollout, scores_of(raw))[0].total.tolist() == [2.0, 1.0, -2.0, -0.5]
     free = ppo_args(cafe_data, clip_rewards=False)
-    assert bound_scores(free, rollout, scores_of(raw)).total.tolist() == raw
+    assert bound_scores(free, rollout, scores_of(raw))[0].total.tolist() == raw
 
 
 def test_a_sample_scored_nan_learns_nothing(base_model, cafe_data, tokenizer):
@@ -219,7 +219,7 @@ def test_a_sample_scored_nan_learns_nothing(base_model, cafe_data, tokenizer):
         rollout.ref_logprobs = rollout.logprobs
         run = RunOfOneStep(ppo_args(cafe_data), policy=actor, critic=critic)
         before = rollout.action_mask.clone()
-        scored = bound_scores(run.args, rollout, scores_of(scores)).total
+        scored = bound_scores(run.args, rollout, scores_of(scores))[0].total
         assert torch.equal(rollout.action_mask, before)
         assert scored.isnan().tolist() == [math.isnan(x) for x in scores]
         rollout = rollout.masked(~scored.isnan())

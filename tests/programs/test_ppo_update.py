@@ -152,7 +152,7 @@ def test_an_update_equals_one_in_float64(given, roles, sampled):
     run = RunOfSteps(args, RATE, policy=actor, critic=critic)
     scores = scores_of(SCORES)
     rollout, correction = sampled
-    total = bound_scores(args, rollout, scores).total
+    total = bound_scores(args, rollout, scores)[0].total
     scored = rollout.masked(~total.isnan())
     rewards = token_rewards(scored, total, args.init_kl_coeff, args.kl_estimator)
     segments, _ = segment_responses(args, scored, torch.zeros(6, 4), None)

@@ -3,7 +3,7 @@
 The first line of a group's docstring is its title in `--help`, the docstring of a field its sentence.
 """
 
-from lightrlhf.cli.groups.agents import AgentArgs, EpisodeArgs, names_episodes
+from lightrlhf.cli.groups.agents import AgentArgs, EpisodeArgs, GroupAgentArgs, names_episodes
 from lightrlhf.cli.groups.data import DataArgs, DataSetsArgs, DrawnDataArgs, SealArgs
 from lightrlhf.cli.groups.devices import DeviceArgs, TensorParallelArgs
 from lightrlhf.cli.groups.evaluation import EvalArgs, EvalIntervalArgs
@@ -31,6 +31,7 @@ __all__ = [
     "EvalIntervalArgs",
     "FrozenArgs",
     "FrozenModelsArgs",
+    "GroupAgentArgs",
     "ModelArgs",
     "OptimizerArgs",
     "RewardArgs",

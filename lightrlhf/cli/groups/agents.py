@@ -28,19 +28,16 @@ NOT_YET: dict[str, Any] = {
     "max_staleness": ...,
     "sampling_correction": ("sequence_truncate", "sequence_mask"),
     "tensor_parallel": ...,
-    "resample_rounds": ...,
     "teacher_coeff": ...,
     "overlong_buffer": ...,
-    "overlong_filter": True,
-    "missing_eos_penalty": ...,
-    "importance_sampling_level": "sequence",
-    "aggregation": "constant",
-    "advantage": "none",
+    "ngram": ...,
+    "termination_condition": ("randomized", "parsing", "ppl"),
 }
 NOT_BY_PROGRAMS: dict[str, Any] = {
     **NOT_YET,
     **dict.fromkeys(("env", "tools", "mcp", "max_turns", "max_episode_tokens", "max_observation_tokens"), ...),
-    **dict.fromkeys(("eos_ids", "stop_strings"), ...),
+    **dict.fromkeys(("eos_ids", "stop_strings", "resample_rounds", "overlong_filter", "missing_eos_penalty"), ...),
+    **{"importance_sampling_level": "sequence", "aggregation": "constant", "advantage": "none"},
 }
 NOT_BY_TURN: dict[str, Any] = {"normalize_each_reward": True, "advantage": "maxrl"}
 
@@ -107,6 +104,14 @@ class EpisodeArgs(Args):
         """Whether samples are episodes of several turns."""
         return bool(self.env or self.tools or self.mcp)
 
+    @property
+    def longest_sample(self) -> int:
+        """Most tokens that are sampled in an episode, or in a response."""
+        args: Any = self
+        if not self.plays_episodes:
+            return int(args.max_new_tokens)
+        return self.max_episode_tokens or self.max_turns * int(args.max_new_tokens)
+
 
 @dataclass(frozen=True, kw_only=True)
 class AgentArgs(EpisodeArgs):
@@ -114,6 +119,12 @@ class AgentArgs(EpisodeArgs):
 
     env: str | None = flag(None, required="reward")
     """Environment to act in over several turns, by name or `package.module:Class`; its reward is named `env`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupAgentArgs(AgentArgs):
+    """Agents."""
+
     agent: str | None = flag(None, required="reward", needs="rollout_server", excludes=NOT_BY_PROGRAMS, show="rarely")
     """Program that plays by itself over OpenAI's chat: `package.module:f`, called as f(task, base_url, api_key)."""
     credit: Literal["episode", "turn"] = flag("episode", needs="env", excludes=NOT_BY_TURN, show="rarely")
