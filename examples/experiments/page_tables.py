@@ -448,9 +448,12 @@ def seeds_of_groups() -> str:
 
 
 def agents() -> str:
-    """Share of right episodes at the end of each arm that has rows."""
-    of_arm = by_arm("agents", dict.fromkeys(row["arm"] for row in kept_rows("agents")))
-    table = [(arm, str(len(rows)), short(over_seeds([end(row) for row in rows]))) for arm, rows in of_arm.items()]
+    """Share of right episodes at the end of each arm, of the seeds that all arms have, and exact bounds."""
+    rows = kept_rows("agents")
+    arms = list(dict.fromkeys(row["arm"] for row in rows))
+    seeds = common_seeds(rows, arms)
+    ends = {arm: [end(row) for row in rows if row["arm"] == arm and row["seed"] in seeds] for arm in arms}
+    table = [(arm, str(len(values)), short(over_seeds(values))) for arm, values in ends.items()]
     table += [(f"guess: {name}", "", short(f"{value:.3f}")) for name, value in bounds().items()]
     return markdown(("", "n", "right"), table)
 
