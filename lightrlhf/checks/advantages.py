@@ -27,14 +27,14 @@ def check_advantages(step: Step) -> Verdict:
     expected = step.config.get("advantage")
     if expected not in (None, *groups.ADVANTAGES):
         raise Missing(f"a formula for advantage {expected}")
-    scored = ~scores.isnan()
+    scored, added = ~scores.isnan(), float(step.config.get("advantage_error") or 0.0)
     if bool((found[~scored] != 0).any()):
         row = int((~scored & (found != 0)).nonzero()[0])
-        zeros = of_groups(scores.nan_to_num(), group, step.unit)
+        zeros = of_groups(scores.nan_to_num(), group, step.unit, added)
         as_zero = [name for name, one in zeros.items() if fits(found, one)]
         fault = "unscored rows taken as 0" if as_zero else "unscored rows have an advantage"
         return Verdict("advantages", WRONG, fault, f"row {row} has no reward and advantage {float(found[row]):.6g}")
-    meant = of_groups(scores, group, step.unit)
+    meant = of_groups(scores, group, step.unit, added)
     near = (name for sign in (1, -1) for name, one in meant.items() if fits(sign * found, one))
     kind = expected or next(near, "std")
     faults = faults_of(step, kind, found, scores, group)
@@ -71,8 +71,8 @@ def row_advantages(step: Step) -> Tensor:
     raise Missing("one advantage a row: its tokens differ; for GAE give values and token_rewards")
 
 
-def of_groups(scores: Tensor, group: Tensor, unit: float) -> dict[str, Formula]:
-    """Each known kind, with the error of its rounding and of what is added to a deviation."""
+def of_groups(scores: Tensor, group: Tensor, unit: float, added: float = 0.0) -> dict[str, Formula]:
+    """Each known kind, with the error of its rounding, of what is added to a deviation, and `added` to advantages."""
     moments = groups.group_moments(scores, group, int(group.max()) + 1)
     error = ROUNDINGS * unit * float(scores.nan_to_num().abs().max())
     found = {}
@@ -84,16 +84,17 @@ def of_groups(scores: Tensor, group: Tensor, unit: float) -> dict[str, Formula]:
             bound = (error * (1 + values.abs()) + EPS * values.abs()) / deviation
         elif name == "maxrl":
             bound = (error * (1 + values.abs()) + EPS * values.abs()) / (moments.mean.abs() + groups.EPS)
-        found[name] = Formula(values, bound)
+        found[name] = Formula(values, bound + added)
     return found
 
 
 def faults_of(step: Step, kind: str, found: Tensor, scores: Tensor, group: Tensor) -> dict[str, Formula]:
     """What known faults make of the kind of advantage that was meant, by name."""
     unit, rows = step.unit, torch.arange(len(scores))
+    added = float(step.config.get("advantage_error") or 0.0)
 
     def of(group: Tensor, scores: Tensor = scores, kind: str = kind) -> Formula:
-        return of_groups(scores, group.unique(return_inverse=True)[1], unit)[kind]
+        return of_groups(scores, group.unique(return_inverse=True)[1], unit, added)[kind]
 
     right, faults = of(group), {}
     size = step.config.get("num_generations") or int((group == group[0]).sum())

@@ -25,6 +25,7 @@ from lightrlhf.storage.run_dir import read_args, read_logged, read_metrics
 
 DIGITS = 5  # of the numbers in rollouts.jsonl
 CHANGED = ("normalize_advantages", "overlong_buffer", "missing_eos_penalty", "overlong_filter", "normalize_each_reward")
+OF_AGENTS = ("env", "tools", "mcp", "agent")
 OF_ROLLOUTS = ("batch_std", "none")  # advantages that need rows which are not logged
 
 
@@ -42,6 +43,8 @@ def _step(rows: list[dict[str, Any]], args: Mapping[str, Any], ends: list[int], 
     made, kept = [], [row for row in rows if members[row["group"]] == size]
     is_of_groups = args.get("program") == "grpo" and args.get("advantage") in {*ADVANTAGES} - {*OF_ROLLOUTS}
     is_plain = is_of_groups and not any(args.get(name) for name in CHANGED)
+    config = {"method": args.get("program"), "digits": DIGITS, "temperature": args.get("temperature")}
+    sizes = [0.0]
     for row in kept or rows:
         prompt, response = row["prompt_ids"], row["response_ids"]
         one = {"input_ids": prompt + response, "loss_mask": [0] * len(prompt) + row["mask"], "prompt_len": len(prompt)}
@@ -51,12 +54,14 @@ def _step(rows: list[dict[str, Any]], args: Mapping[str, Any], ends: list[int], 
             first = next((value for value, is_on in zip(row["advantages"], row["mask"]) if is_on), 0.0)
             one |= {"rewards": row["score"], "group": row["group"], "advantages": first}
             one["row_kl"] = sum(value or 0.0 for value in row["log_ratio"] or [])
+            sizes.append(sum(abs(value or 0.0) for value in row["log_ratio"] or []) + abs(first))
         made.append(one)
     if is_plain and kept:
         coeff = args["init_kl_coeff"] if args["kl_placement"] == "reward" else 0.0
         _without_kl(made, coeff, size / (size - 1) if args["advantage"] == "rloo" and size > 1 else 1.0)
-    config = {"method": args.get("program"), "digits": DIGITS, "temperature": args.get("temperature")}
+        config["advantage_error"] = (2.0 + coeff) * 10.0 ** (1 - DIGITS) * max(sizes) if coeff else 0.0
     config["mask_truncated"] = bool(args.get("overlong_filter"))
+    ends = [] if any(args.get(name) for name in OF_AGENTS) else ends  # templates end turns that were cut
     config |= {"eos_token_id": ends or None} | ({"advantage": args["advantage"]} if is_plain and kept else {})
     return from_rows(made, config, f"step {number}")
 

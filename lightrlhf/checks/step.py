@@ -110,6 +110,7 @@ CONFIG: dict[str, str] = {
     "first_pass": "true where the update is the first on its samples",
     "entropy_coeff": "coefficient of an entropy bonus, which is not recomputed",
     "dtype": "of the model's passes: float32 (default), bfloat16, float16",
+    "advantage_error": "of what was added to advantages since they were made",
     "ids": "bytes where the ids stand for the bytes of texts",
     "digits": "significant digits of the numbers, where they were written as text",
     "slope_digits": "significant digits of loss_slopes, where they were measured",

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import reseal
+from helpers.agent_runs import KEEPS, trained
 from helpers.programs import main_of
 from helpers.tiny_runs import TinyRuns
 from safetensors.torch import load_file, save_file
@@ -47,6 +48,13 @@ def test_no_run_of_another_program_has_a_fault(tmp_path, cafe_data, talk_data, t
     for name in OTHERS:
         says = {one.name: one.says for one in verdicts_of(main_of(name)(made.flags(name, tmp_path / name)))}
         assert "wrong" not in says.values() and says["weights"] == "right", name
+
+
+@pytest.mark.slow
+def test_a_run_of_agents_has_no_fault(tmp_path):
+    flags = {"env": "guess_number", "env_options": ["turns=3"], "env_workers": 2, "save_interval": 1, "log_rollouts": 6}
+    found = verdicts_of(trained(KEEPS, tmp_path, init_kl_coeff=0.1, **flags))
+    assert "wrong" not in {one.says for one in found}
 
 
 def without_end(row):
