@@ -27,7 +27,7 @@ WORKERS ?= 2
 PYTEST = $(BIN)/python -m pytest -rs --numprocesses $(WORKERS) --dist loadfile
 
 .PHONY: install browser quickstart demo real wheel check test test-thorough test-avx2 test-oldest test-vllm test-llama \
-	test-harness gpu gpu-bundle test-gpu-image attacks test-nightly newcomer claims claims-smoke freeze lists lint site clean
+	test-harness test-trl gpu gpu-bundle test-gpu-image attacks test-nightly newcomer claims claims-smoke freeze lists lint site clean
 install: $(VENV)/.tested
 
 browser: $(VENV)/.tested
@@ -132,6 +132,21 @@ $(HARNESSES)/.installed: tests/real_harness/setup.sh
 	tests/real_harness/setup.sh $(HARNESSES) $(PYTHON)
 	touch $@
 
+# The recorder of TRL's trainers in real runs of four releases, each in an environment of its own in one folder (4 GB);
+# LIGHTRLHF_TRL names another folder. The table of planted faults: python tests/real_trl/table.py PYTHON.
+TRLS := .venv-trl
+ifdef LIGHTRLHF_TRL
+test-trl: $(VENV)/.tested
+else
+test-trl: export LIGHTRLHF_TRL := $(CURDIR)/$(TRLS)
+test-trl: $(VENV)/.tested $(TRLS)/.installed
+endif
+	$(BIN)/python -m pytest -rs tests/real_trl
+
+$(TRLS)/.installed: tests/real_trl/setup.sh
+	tests/real_trl/setup.sh $(TRLS) $(PYTHON)
+	touch $@
+
 # What this library does on a GPU, in at most 8 minutes, into gpu.json; `make gpu DEVICE=cpu SIZE=tiny` is the dry run,
 # and DEVICE=second goes through the rows on a device for tests.
 DEVICE ?= cuda
@@ -200,4 +215,4 @@ $(SITE)/.installed: mkdocs.yml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(OLDEST) $(VLLM) $(LLAMA) $(HARNESSES) $(IMAGE) $(SITE) quickstart
+	rm -rf $(VENV) $(OLDEST) $(VLLM) $(LLAMA) $(HARNESSES) $(TRLS) $(IMAGE) $(SITE) quickstart

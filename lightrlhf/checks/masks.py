@@ -38,7 +38,10 @@ def check_mask(step: Step) -> Verdict:
         found += _ends(step, trained, attended)
     if step.config.get("bos_token_id") is not None:
         start = (step.whole("input_ids") == step.config["bos_token_id"]) & attended
-        found.append(("doubled start token", start & _after(start), ("template and tokenizer both add it",)))
+        doubled = start & _after(start)
+        if step.config.get("method") not in GIVEN and ("response_mask" in step or "prompt_len" in step):
+            doubled &= ~step.responses()  # a policy may sample it
+        found.append(("doubled start token", doubled, ("template and tokenizer both add it",)))
     for fault, where, causes in found:
         if bool(where.any()):
             row, token = where.nonzero()[0].tolist()

@@ -158,3 +158,12 @@ def test_a_ratio_at_the_bound_may_be_clipped_or_not(side):
     assert verdicts_of(Step(arrays, config))["loss"].says == "right"
     arrays["loss_slopes"] = slopes_of(arrays, new + 0.3)
     assert "loss" in faults_of(arrays, config)
+
+
+def test_a_start_token_that_was_sampled_is_no_doubled_one():
+    arrays, config = policy_step()
+    arrays["input_ids"] = arrays["input_ids"].copy()
+    arrays["input_ids"][1, PROMPT - 1 : PROMPT + 1] = config["bos_token_id"]
+    assert "mask" not in faults_of(arrays, config)
+    arrays["input_ids"][1, PROMPT - 2] = config["bos_token_id"]
+    assert faults_of(arrays, config)["mask"] == "doubled start token"

@@ -151,3 +151,20 @@ def test_advantages_that_changed_after_sampling_are_named():
     arrays["advantages"] = np.roll(arrays["advantages"], 1)
     assert verdicts_of(arrays, config)["advantages"].fault == "rows misaligned"
     assert verdicts_of(arrays | {"advantages": -arrays["given_advantages"]}, config)["advantages"].fault == "sign"
+
+
+def test_weights_that_are_a_multiple_of_the_meant_ones_are_named():
+    arrays, config = policy_step()
+    del arrays["loss"]
+    assert faults_of(arrays | {"loss_slopes": arrays["loss_slopes"] * 4}, config) == {"loss": "scaled by 4"}
+
+
+def test_copies_in_a_group_are_seen_by_rows_alone():
+    arrays, config = policy_step()
+    arrays["alone_logprobs"] = arrays.pop("old_logprobs")
+    for name in ("input_ids", "loss_mask", "attention_mask"):
+        arrays[name] = arrays[name].copy()
+        arrays[name][1] = arrays[name][0]
+    keep = {name: arrays[name] for name in ("input_ids", "loss_mask", "attention_mask", "prompt_len", "group")}
+    found = verdicts_of(keep | {"alone_logprobs": arrays["alone_logprobs"] * 4}, config)["members"]
+    assert found.fault == "members share their noise"

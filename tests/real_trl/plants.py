@@ -610,7 +610,7 @@ plant(
     "grpo: scaled by steps",
     "trl#6024",
     "grpo/dapo",
-    "differs from every known formula",
+    "scaled by 4",
     patch=(GRPOTrainer, "compute_loss", scaled(lambda one: 4.0)),
 )
 plant(
