@@ -120,6 +120,9 @@ def faults_of(step: Step, kind: str, found: Tensor, scores: Tensor, group: Tenso
         faults["baseline of each batch"] = of(passes)
     faults["sign"] = Formula(-right.values, right.error)
     faults |= misaligned(right, found)
+    moved = (of(group, scores.roll(shift)) for shift in range(1, len(scores)))
+    if rolled := next((one for one in moved if fits(found, one)), None):
+        faults["rewards of other rows"] = rolled
     whole = ops.whiten(right.values, ~scores.isnan())
     spread = right.values.std(correction=0) + groups.EPS
     faults["whitened over the batch"] = Formula(whole, (right.error + 2 * EPS) / spread)

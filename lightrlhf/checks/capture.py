@@ -102,8 +102,9 @@ def head_of(model: Any) -> nn.Module | None:
 
 def dropout_of(model: nn.Module | None) -> float:
     """The largest dropout that is on, or 0."""
-    modules = [] if model is None else model.modules()
-    return max((one.p for one in modules if isinstance(one, nn.Dropout) and one.training), default=0.0)
+    modules = [one for one in ([] if model is None else model.modules()) if one.training]
+    rates = [one.p if isinstance(one, nn.Dropout) else getattr(one, "attention_dropout", 0.0) for one in modules]
+    return max((float(rate) for rate in rates if isinstance(rate, float | int)), default=0.0)
 
 
 # ------------------------------------------------------------------------------------------------ log-probabilities

@@ -87,7 +87,14 @@ def _explained(case: Case, known: Known, check: str, evidence: str, gap: float, 
         given = str(case.step.config.get("dtype") or "").removeprefix("torch.")
         says = f"as passes in bfloat16 make ({half:.2g}); {evidence}"
         if given == "float32" and not is_sampler:
-            return Verdict(check, WRONG, "rounded to half precision", says, ("autocast in this pass",), "dtype")
+            return Verdict(
+                check,
+                WRONG,
+                "rounded to half precision",
+                says,
+                ("autocast in this pass", "weights of another version"),
+                "dtype",
+            )
         return Verdict(check, RIGHT, evidence=says)
     if not fit and is_sampler:
         cut = dict(_cut(case, is_given=True))

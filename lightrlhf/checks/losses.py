@@ -181,6 +181,7 @@ KLS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "k2 weighted": policy_losses.kl_loss,
     "k3 weighted": lambda new, ref, ratio: ratio.exp() * ops.kl_k3(new, ref),
     "k3 reversed": lambda new, ref, ratio: ops.kl_k3(ref, new),
+    "k3 reversed, weighted": lambda new, ref, ratio: ratio.exp() * ops.kl_k3(ref, new),
 }
 
 

@@ -203,6 +203,7 @@ def _with_policy(rows: Sequence[dict[str, Any]], version: int, args: dict[str, A
         for row in chosen
     ]
     config = {"method": args.get("program"), "digits": DIGITS, "temperature": args.get("temperature")}
+    config["dtype"] = "float32" if str(args.get("precision", "32")).startswith("32") else None
     step = from_rows(given, config, f"version {version}")
     texts = weights.sample(step, reference.model.config.get_text_config().vocab_size)
     logits = weights.run(reference.model, texts)

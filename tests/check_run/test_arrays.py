@@ -104,6 +104,7 @@ def planted_advantages(fault, arrays):
         "groups cut by batches": lambda: advantages_by("std", rewards, group * 6 + arrays["micro_batch"]),
         "sign": lambda: -right,
         "rows misaligned": lambda: np.roll(right, 3),
+        "rewards of other rows": lambda: advantages_by("std", np.roll(rewards, 1), group),
         "advantages clipped": lambda: right.clip(-0.5, 0.5),
         "scaled by 0.5": lambda: 0.5 * right,
         "advantages of 0": lambda: 0 * right,
@@ -114,7 +115,7 @@ def planted_advantages(fault, arrays):
 @pytest.mark.parametrize(
     "fault",
     "std with n;mean;batch_std;rloo;none;baseline of the batch;groups interleaved;groups of 8 rows;"
-    "groups cut by batches;sign;rows misaligned;advantages clipped;scaled by 0.5;advantages of 0;"
+    "groups cut by batches;sign;rows misaligned;rewards of other rows;advantages clipped;scaled by 0.5;advantages of 0;"
     "differs from every known formula".split(";"),
 )
 def test_a_fault_of_advantages_is_named(fault):

@@ -6,7 +6,7 @@ import torch
 from helpers.steps import PROMPT, float32, pair_step, policy_step, sft_step
 
 from lightrlhf.check_run import check_steps
-from lightrlhf.checks.capture import row_slopes
+from lightrlhf.checks.capture import dropout_of, row_slopes
 from lightrlhf.checks.step import Step
 
 
@@ -168,3 +168,9 @@ def test_copies_in_a_group_are_seen_by_rows_alone():
     keep = {name: arrays[name] for name in ("input_ids", "loss_mask", "attention_mask", "prompt_len", "group")}
     found = verdicts_of(keep | {"alone_logprobs": arrays["alone_logprobs"] * 4}, config)["members"]
     assert found.fault == "members share their noise"
+
+
+def test_dropout_of_attention_is_seen_though_it_is_no_module():
+    layer = torch.nn.Linear(1, 1)
+    layer.attention_dropout = 0.1
+    assert dropout_of(layer) == 0.1 and dropout_of(layer.eval()) == 0.0

@@ -65,7 +65,13 @@ def sign(row):
     row["advantages"] = [-value for value in row["advantages"]]
 
 
-@pytest.mark.parametrize("fault, change", [("sign", sign), ("end token missing", without_end)])
+def stale(row):
+    row["log_ratio"] = [value + 0.002 * (-1) ** i for i, value in enumerate(row["log_ratio"])]
+
+
+@pytest.mark.parametrize(
+    "fault, change", [("sign", sign), ("end token missing", without_end), ("rounded to half precision", stale)]
+)
 def test_a_fault_of_rollouts_is_named(runs, tmp_path, fault, change):
     edit(runs["grpo"], tmp_path / "run", "rollouts.jsonl", change)
     faults = {one.fault for one in verdicts_of(tmp_path / "run") if one.says == "wrong"}
