@@ -69,7 +69,7 @@ setup(
         "tokenizers>=0.22.1",
         "safetensors>=0.4.3",
         "sentencepiece>=0.2.0",  # of transformers, for models whose tokenizer is a tokenizer.model
-        "tensorboard>=2.15",  # of torch.utils.tensorboard
+        "tensorboard>=2.15",  # also of torch.utils.tensorboard
         "jsonargparse[signatures]>=4.52",
         "shtab>=1.7",
         "peft>=0.18",

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightrlhf.data.types import Tokenizer
+
 MOST = 4096  # examples that are looked up
 SIDES = ("chosen", "rejected")
 Ids = tuple[int, ...]
@@ -99,16 +101,17 @@ def differs_at(ids: Sequence[int], wholes: Iterable[Sequence[int]]) -> float:
     return nearest
 
 
-def prompt_ids(tokenizer: Any, prompt: Any, example: Mapping[str, Any]) -> list[list[int]]:
+def prompt_ids(tokenizer: Tokenizer, prompt: Any, example: Mapping[str, Any]) -> list[list[int]]:
     """Ids that a prompt may have: with and without the tokens that a tokenizer adds, for plain text."""
     if isinstance(prompt, str):
+        # Raw text: of the user's data, to see which ids TRL makes of it.
         return [tokenizer(prompt)["input_ids"], tokenizer(prompt, add_special_tokens=False)["input_ids"]]
     is_open = prompt[-1]["role"] == "assistant"
     ending = {"continue_final_message": True} if is_open else {"add_generation_prompt": True}
     return [_template(tokenizer, prompt, example, **ending)]
 
 
-def whole_ids(tokenizer: Any, prompt: Any, answer: Any, example: Mapping[str, Any]) -> list[list[int]]:
+def whole_ids(tokenizer: Tokenizer, prompt: Any, answer: Any, example: Mapping[str, Any]) -> list[list[int]]:
     """Ids that a prompt and its answer may have: in one text or two, with an end token where TRL adds one."""
     if not isinstance(prompt, str):
         return [_template(tokenizer, [*prompt, *answer], example)]
@@ -121,7 +124,7 @@ def whole_ids(tokenizer: Any, prompt: Any, answer: Any, example: Mapping[str, An
     return made + [one + [tokenizer.eos_token_id] for one in made if one[-1:] != [tokenizer.eos_token_id]]
 
 
-def _template(tokenizer: Any, messages: Any, example: Mapping[str, Any], **options: Any) -> list[int]:
+def _template(tokenizer: Tokenizer, messages: Any, example: Mapping[str, Any], **options: Any) -> list[int]:
     """Ids of messages by the tokenizer's template."""
     tools = example.get("tools") or None
     text = tokenizer.apply_chat_template(
@@ -130,7 +133,7 @@ def _template(tokenizer: Any, messages: Any, example: Mapping[str, Any], **optio
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def rewarded_rows(tokenizer: Any, texts: Sequence[Any], ids: Sequence[Sequence[int]]) -> list[float]:
+def rewarded_rows(tokenizer: Tokenizer, texts: Sequence[Any], ids: Sequence[Sequence[int]]) -> list[float]:
     """For each rewarded text the row whose response it is, its own where it may be, or NaN."""
     decoded = [tokenizer.decode(list(one), skip_special_tokens=True) for one in ids]
     found = []

@@ -114,7 +114,7 @@ class Updates:
         if any(one.data_ptr() in places for one in self.reference.parameters()):
             return "policy"
         is_moved = self._reference() != self.of_reference
-        return "moved" if is_moved and not getattr(self.trainer.args, "sync_ref_model", False) else "kept"
+        return "moved" if is_moved and not vars(self.trainer.args).get("sync_ref_model") else "kept"
 
     def _save(self, name: str, named: Mapping[str, nn.Parameter], optimizer: Any) -> None:
         """Weights, gradients and states of the optimiser, by parameter."""

@@ -24,17 +24,7 @@ from lightrlhf.data.chat import Messages
 from lightrlhf.data.tokens import encode_prompt
 from lightrlhf.data.tool_calls import in_order, schema_of
 from lightrlhf.data.types import Tokenizer
-from lightrlhf.serving.bodies import (
-    MOST_ROWS,
-    MOST_TOKENS,
-    ChatBody,
-    Json,
-    Refusal,
-    Sampling,
-    TextBody,
-    ToolChoice,
-    read_sampling,
-)
+from lightrlhf.serving.bodies import MOST_ROWS, MOST_TOKENS, ChatBody, Json, Refusal, Sampling, TextBody, read_sampling
 
 
 class Served(NamedTuple):
@@ -178,7 +168,7 @@ def wanted_of(body: ChatBody, tools: list[Json] | None) -> str | None:
         return None
     if body.noise is not None:
         raise Refusal("a call that must come is sampled again with other noise; leave out noise or tool_choice")
-    name = choice.function.name if isinstance(choice, ToolChoice) else ""
+    name = "" if isinstance(choice, str) else choice.function.name
     names = [tool["function"]["name"] for tool in tools or []]
     if not names or name not in ("", *names):
         raise Refusal(f"tool_choice {name[:100] or 'required'}: the tools are {', '.join(names)[:300] or 'none'}")

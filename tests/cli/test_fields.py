@@ -35,6 +35,7 @@ WITHOUT_BOUNDS = {  # numbers that may be any
     "sibling_score",
     "penalty_reward_value",
     "level",
+    "min_reward",
 }
 
 
