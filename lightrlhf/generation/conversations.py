@@ -172,7 +172,7 @@ class Conversation:
         return self.interned.setdefault(text, value)
 
     def trace(self) -> Json:
-        """Rows of ids, masks and log-probabilities, turns with their requests, and counts."""
+        """Rows of ids, masks and log-probabilities, turns with their requests, counts, and the last turn's messages."""
         rows = []
         for number, row in enumerate(self.rows):
             mask, logprobs = [0] * len(row.ids), [0.0] * len(row.ids)  # of sampled ids, of the others 0
@@ -187,7 +187,8 @@ class Conversation:
             )
         names = ("number", "row", "start", "end", "stop_reason", "version", "reply", "request")
         turns = [{name: getattr(turn, name) for name in names} | turn.details for turn in self.turns]
-        return {"rows": rows, "turns": turns, "counts": dict(self.counts)}
+        messages = [message for turn in self.turns[-1:] for message in (*turn.messages, turn.reply)]
+        return {"rows": rows, "turns": turns, "counts": dict(self.counts), "messages": messages}
 
     def render_rows(self, rows: list[Json]) -> None:
         """Add to each row of a trace what the chat template writes now for its last turn, beside the ids' own text.

@@ -44,6 +44,9 @@ class Trace(NamedTuple):
     rows: list[SessionRow]
     turns: list[SessionTurn]
     counts: dict[str, int]
+    messages: list[dict[str, Any]]  # of the last turn with its reply, as chat templates take them
+    failed_requests: int  # by the server's side
+    is_answered: bool  # the last request, whether well or with an error
 
 
 class ServedSession(NamedTuple):
@@ -60,7 +63,8 @@ class ServedSession(NamedTuple):
         try:
             rows = [SessionRow(*(row[name] for name in SessionRow._fields)) for row in answer["rows"]]
             turns = [SessionTurn(*(turn[name] for name in SessionTurn._fields)) for turn in answer["turns"]]
-            trace = Trace(rows, turns, dict(answer["counts"]))
+            told = answer["messages"], int(answer["failed_requests"]), bool(answer["is_answered"])
+            trace = Trace(rows, turns, dict(answer["counts"]), *told)
             is_sound = all(len(row.ids) == len(row.mask) == len(row.logprobs) for row in rows) and all(
                 0 <= turn.start < turn.end <= len(rows[turn.row].ids) for turn in turns
             )
@@ -78,9 +82,13 @@ class ServedSession(NamedTuple):
 
 
 async def open_session(client: ServerClient, **settings: Any) -> ServedSession:
-    """A new session; settings: of `POST /sessions`. Raises: see `ask`."""
+    """A new session; settings: of `POST /sessions`. Raises: see `ask`; InvalidResponse for another answer."""
     answer = await client.ask("/sessions", settings)
-    return ServedSession(client, answer["id"], answer["key"], client.root + answer["base_url"])
+    fields: dict[str, Any] = answer if isinstance(answer, dict) else {}
+    told, key, path = (fields.get(name) for name in ("id", "key", "base_url"))
+    if not (isinstance(told, str) and isinstance(key, str) and isinstance(path, str)):
+        raise InvalidResponse(f"{client.name} opened a session of another form; use the same version there")
+    return ServedSession(client, told, key, client.root + path)
 
 
 @asynccontextmanager

@@ -19,6 +19,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from lightrlhf.cli.errors import UsageError
 from lightrlhf.data.batch import mix_seed
 from lightrlhf.generation.conversations import Plan
 from lightrlhf.generation.response_texts import Texts
@@ -110,6 +111,7 @@ class SessionTurn:
         self.begun = asyncio.get_running_loop().create_future()  # when a part may be sent, or it has ended
         self.job = asyncio.ensure_future(self._run())
         session.jobs.add(self.job)
+        session.last_job = self.job
         self.job.add_done_callback(self._finish)
 
     def has_failed(self) -> bool:
@@ -188,8 +190,9 @@ class SessionTurn:
         self.session.jobs.discard(job)
         self.session.last_used = time.monotonic()
         self._put(None)
-        if not job.cancelled():
-            job.exception()
+        problem = None if job.cancelled() else job.exception()
+        is_programs = isinstance(problem, UsageError) and getattr(problem, "status", 400) < 500
+        self.session.failed_requests += problem is not None and not is_programs
 
 
 def reply_of(message: Json) -> Json:

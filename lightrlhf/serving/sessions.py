@@ -70,6 +70,8 @@ class Session:
         self.settings, self.conversation = settings, Conversation(tokenizer)
         self.lock, self.ended = asyncio.Lock(), asyncio.Event()
         self.jobs: set[asyncio.Future[Any]] = set()  # requests that run or wait
+        self.last_job: asyncio.Future[Any] | None = None
+        self.failed_requests = 0  # by this side
         self.last_used = 0.0  # by the clock of `Sessions`
 
     def check_size(self) -> None:
@@ -78,8 +80,10 @@ class Session:
             raise Refusal(f"the requests of this session have {LARGEST_RECORD} bytes; end it, and open another", 413)
 
     def trace(self) -> Json:
-        """Settings, rows, turns and counts."""
-        return {"id": self.id, "settings": self.settings.model_dump(), **self.conversation.trace()}
+        """Settings, rows, turns and counts, and whether the last request was answered, also by an error."""
+        is_answered = self.last_job is None or (self.last_job.done() and not self.last_job.cancelled())
+        told = {"failed_requests": self.failed_requests, "is_answered": is_answered}
+        return {"id": self.id, "settings": self.settings.model_dump(), **self.conversation.trace(), **told}
 
 
 class Sessions:

@@ -7,7 +7,7 @@ from helpers import save_model
 from helpers.serving import serving
 
 from lightrlhf.generation.server_client import HttpThread, InvalidResponse, ServerClient, UnusableServer
-from lightrlhf.generation.session_client import session_of
+from lightrlhf.generation.session_client import open_session, session_of
 
 QUESTION = {"role": "user", "content": "a tea, please"}
 
@@ -78,3 +78,13 @@ def test_what_is_no_trace_is_refused(server, monkeypatch, answer):
 
     with pytest.raises(InvalidResponse, match="form"):
         server.http.start(run()).result()
+
+
+@pytest.mark.parametrize("answer", [None, "text", {}, {"id": "a", "key": "b"}, {"id": 1, "key": "b", "base_url": "/c"}])
+def test_what_is_no_session_is_refused(server, monkeypatch, answer):
+    async def wrong(path: str, *given, **more):
+        return answer
+
+    monkeypatch.setattr(server, "ask", wrong)
+    with pytest.raises(InvalidResponse, match="form"):
+        server.http.start(open_session(server)).result()

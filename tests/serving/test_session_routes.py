@@ -398,6 +398,7 @@ def test_a_client_that_goes_away_ends_its_turn_which_is_recorded(app, engine, mo
         leaving.set()
         await asyncio.wait_for(job, PATIENCE)
         await until(lambda: not session.lock.locked())
+        assert not session.trace()["is_answered"]
         go_on.set()
         again, _ = connected(app, at, {"messages": [HELLO]}, asyncio.Event())
         await asyncio.wait_for(again, PATIENCE)
@@ -406,6 +407,24 @@ def test_a_client_that_goes_away_ends_its_turn_which_is_recorded(app, engine, mo
     trace = asyncio.run(run())
     assert [one["stop_reason"] for one in trace["turns"]][0] == "cancelled" and len(trace["rows"]) == 2
     assert sum(trace["rows"][0]["mask"]) == 1
+    assert trace["is_answered"] and trace["failed_requests"] == 0
+    assert trace["messages"] == [HELLO, trace["turns"][-1]["reply"]]
+
+
+def test_requests_that_fail_on_the_servers_side_are_counted_apart_from_wrong_ones(app, client, monkeypatch):
+    (route, key), words = opened(client), {"messages": [HELLO]}
+    too_long = {"messages": [{**HELLO, "content": "a tea, please " * 600}]}
+    assert client.post(route, json=too_long, headers=key).status_code == 400
+    assert trace_of(client, (route, key))["failed_requests"] == 0
+
+    async def failing(asked):
+        raise MemoryError("no memory")
+        yield
+
+    monkeypatch.setattr(app.sessions.engine, "stream", failing)
+    assert client.post(route, json=words, headers=key).status_code == 500
+    trace = trace_of(client, (route, key))
+    assert trace["failed_requests"] == 1 and trace["is_answered"] and trace["turns"] == []
 
 
 def test_a_client_that_never_reads_does_not_hold_its_session(app, engine):
