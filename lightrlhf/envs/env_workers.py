@@ -17,6 +17,7 @@ Left out: limits of memory, and isolation: tools are the user's own code; progra
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import os
@@ -280,7 +281,7 @@ class Host:
         """The result of a request; a fault leaves its environment to be made anew."""
         try:
             return getattr(self, kind)(*arguments)
-        except Exception as problem:  # whatever an environment raises
+        except (Exception, asyncio.CancelledError) as problem:  # whatever an environment raises
             with suppress(Exception):
                 getattr(self.env, "close", int)()
             self.env = None

@@ -44,6 +44,17 @@ async def misbehave(task: dict, base_url: str, api_key: str) -> float:
     return float("nan") if word == "nan" else float(len(reply["content"]))
 
 
+async def cancelled(task: dict, base_url: str, api_key: str) -> float:
+    raise asyncio.CancelledError
+
+
+async def parts(task: dict, base_url: str, api_key: str) -> float:
+    """Sends its text as a list of parts."""
+    messages = [{"role": "user", "content": [{"type": "text", "text": "Some "}, {"type": "text", "text": "tea?"}]}]
+    await ask(base_url, api_key, messages)
+    return 1.0
+
+
 def silent(task: dict, base_url: str, api_key: str) -> float:
     return 1.0
 

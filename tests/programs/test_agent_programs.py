@@ -95,6 +95,8 @@ def test_exceptions_hangs_exits_and_silence_cost_their_episode_alone(url, tmp_pa
     (rollout,), _ = run("silent", tmp_path / "silent", url)
     assert {columns["episode"]["stop_reason"] for columns in rollout.columns} == {"fault"}
     assert "asked for no turn" in capsys.readouterr().out
+    (rollout,), _ = run("parts", tmp_path / "parts", url)
+    assert {columns["messages"][0]["content"] for columns in rollout.columns} == {"Some tea?"}
     run("hot", tmp_path / "hot", url)
     assert "errors: step: HTTPError" in capsys.readouterr().out
 
@@ -104,11 +106,11 @@ def test_episodes_of_a_server_that_is_killed_are_played_again_by_the_other(folde
     end, ended = AgentSessions._end, []
     with serving(folder) as (other, server):
 
-        async def killing(self, session, target):
+        async def killing(self, session, *more):
             ended.append(session)
             if len(ended) == 2:
                 server.process.kill()
-            return await end(self, session, target)
+            return await end(self, session, *more)
 
         monkeypatch.setattr(AgentSessions, "_end", killing)
         (rollout,), (row,) = run("talk", tmp_path, url, other)

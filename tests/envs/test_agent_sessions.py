@@ -1,0 +1,92 @@
+"""Sessions of agents' programs: lost and late ones give no reward, and none stays open."""
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from helpers.errors import error_naming
+
+from lightrlhf.cli.errors import UsageError
+from lightrlhf.envs import agent_sessions
+from lightrlhf.envs.agent_sessions import AgentSessions
+from lightrlhf.envs.env_workers import EnvPool
+from lightrlhf.envs.ways import EnvSpec
+from lightrlhf.generation.episode_env import Fault
+from lightrlhf.generation.server_client import Busy, InvalidResponse
+from lightrlhf.generation.session_client import Trace
+from lightrlhf.generation.vllm import Target
+
+TRACE = Trace([], [], {}, [], failed_requests=0, is_answered=True)
+TARGET = Target(Path(), "v1", False)
+
+
+class Session:
+    """A session that tells a trace, or raises."""
+
+    def __init__(self, told):
+        self.told, self.is_open = told, True
+        self.client = SimpleNamespace(name="--rollout_server http://a:1")
+
+    async def trace(self):
+        if isinstance(self.told, Exception):
+            raise self.told
+        return self.told
+
+    async def end(self):
+        self.is_open = False
+        raise Busy("gone")
+
+
+def sessions_of(url: str, monkeypatch, num_processes: int = 1) -> AgentSessions:
+    monkeypatch.setattr(agent_sessions, "vocabulary_size", lambda policy: 9)
+    served = SimpleNamespace(policy=None, ranks=SimpleNamespace(num_processes=num_processes))
+    return AgentSessions(SimpleNamespace(agent="x:y", rollout_server=[url]), None, served)
+
+
+def test_several_ranks_are_refused(monkeypatch):
+    with error_naming(UsageError, "--agent x:y", "one process", "2"):
+        sessions_of("http://a:1", monkeypatch, 2)
+
+
+@pytest.mark.parametrize(
+    ("told", "stop_reason", "problem"),
+    [
+        (TRACE, "done", None),
+        (TRACE, "env_timeout", None),
+        (TRACE._replace(is_answered=False), "done", None),
+        (TRACE._replace(is_answered=False), "env_timeout", "env_timeout"),
+        (TRACE._replace(failed_requests=2), "done", "failed 2"),
+        (InvalidResponse("no trace"), "done", "no trace"),
+    ],
+)
+def test_what_a_server_failed_or_was_late_with_is_no_episode(monkeypatch, told, stop_reason, problem):
+    monkeypatch.setattr(agent_sessions, "PROBE_SECONDS", 0.0)
+    sessions, session = sessions_of("http://a:1", monkeypatch), Session(told)
+    work = sessions._end(session, TARGET, stop_reason)
+    if problem:
+        with pytest.raises(Busy, match=problem):
+            asyncio.run(work)
+    else:
+        assert asyncio.run(work) == told
+    assert not session.is_open
+    sessions.close()
+
+
+def test_open_sessions_end_with_the_run(monkeypatch):
+    sessions = sessions_of("http://a:1", monkeypatch)
+    found = sessions.open[3] = Session(TRACE)
+    sessions.close()
+    assert not found.is_open and not sessions.http.thread.is_alive()
+
+
+def test_a_cancelled_program_is_a_fault():
+    pool = EnvPool(EnvSpec(agent="helpers.agent_programs:cancelled"), 1, 30.0)
+    try:
+        pool.reset(0, 1, {})
+        ((_, _),) = pool.results()
+        pool.step(0, {"base_url": "", "api_key": ""})
+        ((_, result),) = pool.results()
+        assert isinstance(result, Fault) and "CancelledError" in result.text
+    finally:
+        pool.close()
