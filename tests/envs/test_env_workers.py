@@ -175,7 +175,7 @@ def play_rooms(size):
     """First messages and rewards of seven episodes, two to a seed, and how many began at a time."""
     told, rewards, waves = {}, {}, []
     with pool_of(spec_of("Room"), size) as pool:
-        assert pool.gives_reward and not pool.is_stateless
+        assert pool.gives_reward and pool.has_outcome and not pool.is_stateless
         assert [tool["function"]["name"] for tool in pool.tools] == ["touch", "wait"]
         for number in range(7):
             pool.reset(number, number // 2, {"prompt": "any"})
@@ -215,7 +215,7 @@ WRONG_TURNS = {
 
 def test_a_turn_of_text_is_the_action_and_a_bad_reward_a_fault():
     with pool_of(spec_of("Gym")) as pool:
-        assert pool.tools is None
+        assert pool.tools is None and not pool.has_outcome
         for number, (text, kind) in enumerate(WRONG_TURNS.items()):
             pool.reset(number, 5, {"options": {"a": 1}, "prompt": "x"})
             assert only(pool) == [{"role": "user", "content": "seed 5 options {'a': 1}"}]

@@ -32,7 +32,7 @@ def act(*actions):
 
 def test_a_text_is_the_action_where_that_has_one_field():
     with served(TEXT) as env:
-        assert isinstance(env, OpenEnv) and env.tools is None and env.gives_reward
+        assert isinstance(env, OpenEnv) and env.tools is None and env.gives_reward and not env.has_outcome
         assert env.reset(14, {"options": {"greeting": "go " * 40_000}})[0]["content"] == "go " * 40_000
         assert env.finish("turns") is None  # no turn had a reward
         wrong = env.step({"content": "3"})

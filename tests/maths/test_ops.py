@@ -122,6 +122,23 @@ def test_advantages_of_episodes_are_those_along_each():
         assert close(advantages[own], expected, 1e-5) and close(returns[own], values[own] + advantages[own], 1e-5)
 
 
+@given(SEED, UNIT, UNIT)
+def test_gae_over_rows_is_gae_along_each_episode(seed, gamma, lambd):
+    """Rows of three episodes in turn, with gaps; the last row of one has no action."""
+    rewards, values, mask = drawn(seed, rows=7)
+    episode, last = torch.tensor([4, 1, 4, 1, 1, 9, 4]), torch.tensor([0, 0, 0, 0, 0.5, -0.3, 0.7]).double()
+    advantages, returns = ops.gae_over_rows(rewards, values, mask, episode, gamma, lambd, last)
+    for number in (1, 4, 9):
+        rows = episode == number
+        own = mask & rows[:, None]
+        r, v = rewards[own].tolist(), values[own].tolist()
+        if r:
+            r[-1] += gamma * float(last[rows].sum())
+            expected = gae_of(r, v, [gamma] * len(r), lambd)
+            assert close(advantages[own], expected) and close(returns[own] - values[own], expected)
+    assert not advantages[~mask].any() and not returns[~mask].any()
+
+
 @given(SEED, UNIT, UNIT, st.integers(0, 4), st.integers(0, 4))
 def test_advantages_ignore_padding(seed, gamma, lambd, left, right):
     *tensors, mask = drawn(seed)
