@@ -15,6 +15,7 @@ from helpers.killed import differs, forked, pair, state_of, wait_for_pair, with_
 from helpers.programs import main_of
 from helpers.tiny_runs import ITERATED, PROGRAMS, TRAINED, TinyRuns, experiment_of
 
+EPISODES = ["--env", "guess_number", "--env_options", "turns=3", "--env_workers", "2", "--max_turns", "2"]
 RANKS = ["--devices", "2", "--mini_batch_size", "2", "--micro_batch_size", "1"]
 
 
@@ -110,6 +111,17 @@ def test_twelve_points_of_every_algorithm(program, whole, case):
     begun = "os.rename .args.json.partial"
     first = one.events.index(begun) + 2 if program in ITERATED else first_checkpoint(one.events)
     for at in spread(first, len(one.events), 12):
+        difference = one.killed_and_resumed(at)
+        name = f"{program} at event {at} of {len(one.events)}, {one.events[at - 1]}"
+        case(name, not difference, difference)
+
+
+@pytest.mark.parametrize("program", ["ppo", "grpo"])
+def test_six_points_of_episodes(program, runs, tmp_path, case):
+    """Turns move in lock-step, and environments are reseeded at `reset`: a resumed run needs no state of them."""
+    one = Whole(runs, program, tmp_path, *EPISODES)
+    assert (experiment_of(tmp_path / "whole") / "rollouts.jsonl").read_text().count("Guess my number") > 6
+    for at in spread(first_checkpoint(one.events), len(one.events), 6):
         difference = one.killed_and_resumed(at)
         name = f"{program} at event {at} of {len(one.events)}, {one.events[at - 1]}"
         case(name, not difference, difference)
