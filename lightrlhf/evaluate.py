@@ -10,9 +10,10 @@ experiment dir.
 `--responses_file` scores given responses, and `--ranking_file` ranks given ones as RewardBench 2 does; both write into
 `eval` beside the file.
 
-Other programs get the other flags: with `--tools`, `--mcp`, or `--env` and `--data_dir`, `lightrlhf.evaluate_episodes`
-(agents in episodes that begin with prompts); with `--env` alone `lightrlhf.evaluate_env` (agents in a text environment
-with fixed starts); with `--by_turn True` `lightrlhf.evaluate_dialogues` (scores by turn).
+Other programs get the other flags: with `--env`, `--tools` or `--mcp` `lightrlhf.evaluate_episodes` (agents in episodes
+that begin with prompts); without `--data_dir`, with an `--env` that has fixed starts, or a class of one's own,
+`lightrlhf.evaluate_env` (agents in a text environment); with `--by_turn True` `lightrlhf.evaluate_dialogues` (scores by
+turn).
 
 `--harness` writes the files or the task of another harness in place of all this (`evaluation/harnesses.py`).
 
@@ -35,6 +36,7 @@ from lightrlhf import evaluate_dialogues, evaluate_env, evaluate_episodes
 from lightrlhf.cli.errors import UsageError, one_line_errors
 from lightrlhf.cli.fields import check_args, flag
 from lightrlhf.cli.groups import names_episodes
+from lightrlhf.cli.groups.agents import ENVIRONMENTS
 from lightrlhf.cli.lists import paths
 from lightrlhf.cli.parser import parse, to_dict
 from lightrlhf.cli.paths import check_file
@@ -328,8 +330,11 @@ def program_for(words: Sequence[str]) -> tuple[Callable[[list[str]], Any] | None
     if by_turn.lower() not in ("true", "false"):
         raise UsageError(f"--by_turn {by_turn} is not True or False")
     if names_episodes(others):
-        names = {word.partition("=")[0] for word in others}
-        has_starts = "--env" in names and "--data_dir" not in names
+        parts = [(*word.partition("="), after) for word, after in zip(others, [*others[1:], ""])]
+        flags = {name: value if equals else after for name, equals, value, after in parts}
+        env = flags.get("--env", "")
+        is_class = ":" in env and "://" not in env
+        has_starts = "--data_dir" not in flags and (env in ENVIRONMENTS or is_class)
         return evaluate_env.main if has_starts else evaluate_episodes.main, others
     return evaluate_dialogues.main if by_turn.lower() == "true" else None, others
 

@@ -25,8 +25,7 @@ def load_function(path: str, flag: str, shape: str = REWARD_SHAPE, takes_columns
     try:
         function = import_member(path)
     except (Exception, SystemExit) as problem:  # whatever the module raises
-        kind = "" if isinstance(problem, ImportError | AttributeError | ValueError) else f"{type(problem).__name__}: "
-        raise UsageError(f"{flag} {path} cannot be imported: {kind}{first_line(problem)[:300]}") from None
+        raise _not_imported(f"{flag} {path}", problem) from None
     if not callable(function):
         raise UsageError(f"{flag} {path} is not a function but a {type(function).__name__}")
     if takes_columns:
@@ -41,8 +40,14 @@ def check_found(path: str, what: str) -> None:
     try:
         if find_spec(split_path(path)[0]) is None:
             raise ImportError(f"No module named {split_path(path)[0]!r}")
-    except (ImportError, ValueError) as problem:
-        raise UsageError(f"{what} cannot be imported: {problem}") from None
+    except (Exception, SystemExit) as problem:  # whatever a parent raises
+        raise _not_imported(what, problem) from None
+
+
+def _not_imported(what: str, problem: BaseException) -> UsageError:
+    """The error of an import, in one line."""
+    kind = "" if isinstance(problem, ImportError | AttributeError | ValueError) else f"{type(problem).__name__}: "
+    return UsageError(f"{what} cannot be imported: {kind}{first_line(problem)[:300]}")
 
 
 def import_member(path: str) -> Any:

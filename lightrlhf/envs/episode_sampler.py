@@ -7,7 +7,7 @@ A row of the rollout has ids that the policy read and sampled; its actions are t
 has several rows where the chat template rewrites history, and then the column `episode`. Each has the whole dialogue as
 `messages` and what happened as `episode` among its columns, for reward functions and logs.
 
-With `--rollout_server` servers sample the turns, by the same ids and noise.
+With `--rollout_server` servers sample the turns by ids, and `lightrlhf.serve` with the same noise.
 
 Left out: turns by older weights, and keys and values that a server keeps from turn to turn.
 """

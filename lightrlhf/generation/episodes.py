@@ -111,6 +111,7 @@ class Episode:
 
     def facts(self) -> dict[str, Any]:
         """What the logs show beside its ids, as plain values."""
+        said = [called(message) for message in self.messages if message["role"] == "assistant"]
         return {
             "stop_reason": self.stop_reason,
             "cut": self.stop_reason in CUT,
@@ -118,9 +119,7 @@ class Episode:
             "rows": len(self.conversation.rows),
             "tokens": self.num_tokens,
             "rewards": self.rewards,
-            "calls": [called(message) for message in self.messages if message["role"] == "assistant"][
-                -self.num_turns :
-            ],
+            "calls": said[max(len(said) - self.num_turns, 0) :],  # without those of the prompt
             "score": self.score,
             "fault": self.fault and self.fault.kind,
             "counts": dict(self.counts),

@@ -24,7 +24,9 @@ from lightrlhf.storage.curves import NO_SETTINGS
 from lightrlhf.training.sources import RESTORE, find_changed_source, sources_of
 
 PER_RANK = ("mini_batch_size", "rollout_size")  # flags that count rows of a step on each rank
-SAME = ("seed", "data_weights", "curriculum_score", "num_generations", "env", "env_options", "levels", "stages")
+LIMITS = ("max_turns", "max_episode_tokens", "max_observation_tokens")
+ACTING = ("env", "env_options", "tools", "mcp", "agent", "credit", *LIMITS)
+SAME = ("seed", "data_weights", "curriculum_score", "num_generations", "levels", "stages", *ACTING)
 FREE = {*NO_SETTINGS, "max_steps", "epochs", "devices", "num_nodes", "log_interval"} - {"seed"}  # never the cause
 
 

@@ -7,7 +7,10 @@ import sys
 
 import pytest
 from helpers import ROOT, environment
+from helpers.errors import error_naming
 
+from lightrlhf.cli.errors import UsageError
+from lightrlhf.cli.functions import check_found
 from lightrlhf.cli.packages import EXTRAS
 
 PPO = ["--data_dir", ".", "--model_name", "tiny", "--rm_experiment_dir", "."]
@@ -97,3 +100,13 @@ def test_any_other_exception_of_an_import_is_shown_as_it_is(tmp_path):
     done = subprocess.run(command, env=environment() | {"PYTHONPATH": path}, capture_output=True, text=True)
     assert done.returncode == 1
     assert "Traceback" in done.stderr and done.stderr.endswith("No module named 'no_such_package'\n")
+
+
+@pytest.mark.parametrize("content", ["1 / 0", "raise SystemExit(3)"])
+def test_a_package_that_fails_is_one_line_where_a_module_in_it_is_looked_for(content, tmp_path, monkeypatch):
+    name = f"failing_{len(content)}"
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "__init__.py").write_text(content)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with error_naming(UsageError, f"--env {name}.inner:Class cannot be imported: "):
+        check_found(f"{name}.inner:Class", f"--env {name}.inner:Class")

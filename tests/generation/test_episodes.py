@@ -233,6 +233,12 @@ def test_the_last_messages_of_an_episode_are_kept():
     assert one.messages[-1] == said("user", "You won.")
 
 
+def test_calls_of_the_prompt_are_none_of_an_episode_without_a_turn():
+    one = new_episode(ZOO["chatml"].tokenizer)
+    one.messages = [said("user", "x"), called("y"), said("tool", "z")]
+    assert one.num_turns == 0 and one.facts()["calls"] == []
+
+
 @pytest.mark.parametrize("name", ["mistral_tools", "llama31_tools", "channels"])
 def test_a_reply_that_the_template_refuses_ends_its_episode_with_the_rewards_it_has(name):
     tokenizer = tool_tokenizer(name)

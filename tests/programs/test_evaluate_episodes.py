@@ -96,5 +96,13 @@ def test_what_cannot_be_evaluated_is_refused_before_a_model_is_loaded(more, fact
 
 def test_an_environment_without_prompts_is_another_program_s():
     assert evaluate.program_for(["--env", "dangerous_taxi", "--model_name", "m"])[0] is evaluate.evaluate_env.main
-    for words in (["--env=sums", "--data_dir=d"], ["--tools", "calculator"], ["--mcp", "c"]):
+    assert evaluate.program_for(["--env=my_env.py:Class"])[0] is evaluate.evaluate_env.main
+    for words in (
+        ["--env=sums", "--data_dir=d"],
+        ["--tools", "calculator"],
+        ["--mcp", "c"],
+        ["--env", "sums"],
+        ["--env=ws://host:1"],
+        ["--env", "my_env.py:Class", "--data_dir", "d"],
+    ):
         assert evaluate.program_for(words)[0] is evaluate_episodes.main

@@ -89,6 +89,8 @@ def test_other_rows_in_a_step_are_refused_by_name(flags, told, sft_run, capsys):
         (["--num_generations", 4], "--num_generations is 4, and was 2"),
         (["--mini_batch_size", 8], "--mini_batch_size 8 on 1 rank is 8, and was 4"),
         (["--ppo_epochs", 2], "changed: --ppo_epochs 2 (was 1)"),
+        (["--max_turns", 4], "--max_turns is 4, and was 8"),
+        (["--max_observation_tokens", 99], "--max_observation_tokens is 99, and was 1024"),
     ],
 )
 def test_so_they_are_where_a_step_is_a_rollout(flags, told, grpo_run, capsys):
