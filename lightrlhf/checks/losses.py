@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightrlhf.checks.fitting import ROUNDINGS, Formula, Known, judge
 from lightrlhf.checks.pairs import pair_totals
-from lightrlhf.checks.step import Missing, Step
+from lightrlhf.checks.step import UNITS, Missing, Step
 from lightrlhf.checks.verdicts import WRONG, Verdict
 from lightrlhf.maths import ops, policy_losses
 
@@ -121,12 +121,16 @@ def _formula(step: Step, field: str, total: Total, new: Tensor, jumps: Tensor) -
     (slopes,) = torch.autograd.grad(value, at) if value.requires_grad else (torch.zeros_like(new),)
     digits = step.config.get("slope_digits")
     unit = max(step.unit, 0.5 * 10.0 ** (1 - digits)) if digits and field == "loss_slopes" else step.unit
+    if digits and field == "loss":  # of logits in half precision, and new_logprobs of its hidden states
+        unit = max(unit, UNITS.get(str(step.config.get("dtype")), 0.0))
     moved = ROUNDINGS * unit * (1 + new.abs())  # of each log-probability
     if field == "loss_slopes":
         error = moved * (slopes.abs() + slopes.abs().max())
         return Formula(slopes, error.masked_fill(jumps, torch.inf))
     count = float((slopes != 0).sum().clamp(min=1))
-    size = count**0.5 * (float((slopes.abs() * moved).sum()) + ROUNDINGS * step.unit * float(value.detach().abs()))
+    size = count**0.5 * (
+        float((slopes.abs() * moved).sum()) + ROUNDINGS * step.unit * max(1.0, float(value.detach().abs()))
+    )
     return Formula(value.detach(), torch.tensor(size).double())
 
 

@@ -137,7 +137,8 @@ def check_pairs(step: Step) -> Verdict:
         for row, mask in zip(step.whole("input_ids").tolist(), step.mask().tolist())
     ]
     pairs = [(row, row + half) for row in range(half)]
-    same = [row for row, other in pairs if texts[row] == texts[other]]
+    cut = step.get("truncated") > 0 if "truncated" in step else torch.zeros(2 * half, dtype=torch.bool)
+    same = [a for a, b in pairs if texts[a] == texts[b] and not bool(cut[a] & cut[b])]
     if same:
         return _pairs_wrong("chosen and rejected are the same", same, half, "one column read twice")
     if "side" in step and "half" in step:
@@ -151,7 +152,6 @@ def check_pairs(step: Step) -> Verdict:
     if "prompt_len" in step:
         before = step.attended() & ~step.responses()
         prompts = [row[on].tolist() for row, on in zip(step.whole("input_ids"), before)]
-    cut = step.get("truncated") > 0 if "truncated" in step else torch.zeros(2 * half, dtype=torch.bool)
     other = [a for a, b in pairs if prompts[a] != prompts[b] and not bool(cut[a] | cut[b])]
     if other:
         late = all(

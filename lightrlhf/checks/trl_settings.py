@@ -103,7 +103,19 @@ def of_sft(trainer: Any) -> dict[str, Any]:
     ):
         config["loss_type"] = f"{flags.get('loss_type', 'nll')} with corrections"
     config["packed"] = bool(flags.get("packing") or flags.get("padding_free"))
-    return config
+    if flags.get("neftune_noise_alpha"):
+        config["dropout"] = 1.0  # noise in the embeddings
+    return config | {"eos_token_id": ends_of_texts(trainer)}
+
+
+def ends_of_texts(trainer: Any) -> list[int]:
+    """End tokens that a template may write: the tokenizer's, and those of the model, as of Gemma's turns."""
+    given = [
+        shared(trainer)["eos_token_id"],
+        getattr(getattr(trainer.model, "generation_config", None), "eos_token_id", None),
+    ]
+    found = [one for them in given for one in (them if isinstance(them, list) else [them]) if one is not None]
+    return [*dict.fromkeys(found)]
 
 
 def of_dpo(trainer: Any) -> dict[str, Any]:
@@ -115,5 +127,8 @@ def of_dpo(trainer: Any) -> dict[str, Any]:
     plain = all(flags.get(name, usual[0]) in usual or str(flags[name]) in usual for name, usual in PLAIN.items())
     if len(kinds) > 1 or not plain or getattr(trainer, "aux_loss_enabled", False):
         kind = "+".join(kinds) + " with corrections"
-    config |= {"loss_type": kind, "packed": bool(flags.get("padding_free"))}
-    return config
+    return config | {
+        "loss_type": kind,
+        "packed": bool(flags.get("padding_free")),
+        "eos_token_id": ends_of_texts(trainer),
+    }

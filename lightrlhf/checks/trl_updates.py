@@ -12,6 +12,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from lightrlhf.checks.capture import unwrapped
+from lightrlhf.checks.updates import EPSILON
 
 
 def digest(value: Tensor) -> tuple[float, float]:
@@ -28,7 +29,9 @@ class Updates:
         self.before: dict[str, Any] = {}
         self.reference = getattr(trainer, "ref_model", None)
         self.of_reference = self._reference()
-        self.is_fresh = True
+        self.is_fresh, self.skipped = True, 0
+        given = (getattr(trainer, name, None) for name in ("optimizer", "lr_scheduler"))
+        self.is_own = any(one is not None for one in given)  # else they are made by train()
 
     def _named(self) -> dict[str, nn.Parameter]:
         return dict(self.trainer.accelerator.unwrap_model(self.trainer.model).named_parameters())
@@ -61,14 +64,16 @@ class Updates:
         kind = args.lr_scheduler_type
         config: dict[str, Any] = {
             "method": "update",
-            "update": number,
+            "update": number - self.skipped,
             "updates": most,
             "optimizer": type(inner).__name__,
         }
         warm = args.get_warmup_steps(most) if hasattr(args, "get_warmup_steps") else args.warmup_steps
-        config |= {"scheduler": getattr(kind, "value", str(kind)), "warmup": warm}
+        name = "of one's own" if self.is_own or getattr(args, "lr_scheduler_kwargs", None) else kind
+        config |= {"scheduler": getattr(name, "value", str(name)), "warmup": most - 1 if self.is_own else warm}
         config |= {"peak_learning_rate": args.learning_rate, "max_grad_norm": args.max_grad_norm}
-        config["is_first"] = self.is_fresh and not inner.state
+        is_usual = all(group.get("eps") in (EPSILON, None) for group in optimizer.param_groups)
+        config["is_first"] = self.is_fresh and not inner.state and is_usual
         config["dtype"] = str(next(model.parameters()).dtype).removeprefix("torch.")
         self.is_fresh = False
         adapters = getattr(model, "peft_config", None)
@@ -88,6 +93,9 @@ class Updates:
     def end(self, optimizer: Any, number: int) -> None:
         """After the step, before its gradients are dropped."""
         if not self.before:
+            return
+        if getattr(optimizer, "step_was_skipped", False):  # gradients of float16 that overflowed
+            self.before, self.skipped = {}, self.skipped + 1
             return
         named, change, largest = self._named(), [], []
         for name, one in named.items():

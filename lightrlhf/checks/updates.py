@@ -12,7 +12,8 @@ from lightrlhf.checks.verdicts import RIGHT, WRONG, Verdict
 
 CLOSE = 1e-3  # relative, of sums over a model in float32
 ADAMS = ("Adam", "AdamW")  # whose first step moves a weight by its learning rate
-LARGE_GRADIENT = 1e-5  # beside which Adam's epsilon of 1e-8 is nothing
+EPSILON = 1e-8  # of Adam
+LARGE_GRADIENT = 1e3 * EPSILON  # beside which that is nothing
 
 
 def check_update(step: Step) -> Verdict:
@@ -35,7 +36,7 @@ def check_update(step: Step) -> Verdict:
         ("base weights trained beside the adapter", beside, wrapped),
         ("trained parameters are not in the optimiser", trainable & ~optimised, stale),
         ("frozen parameters changed", ~trainable & (change > 0), ("written to by hand", "merged adapters")),
-        (lost, moves & (change == 0), why),
+        (lost, moves & (change == 0) & (is_half | _is_seen(step, rate)), why),
         ("parameters without a gradient changed", (size < 0) & (change > 0), ("written to by hand",)),
     ]
     for fault, where, causes in faults:
@@ -55,6 +56,15 @@ def check_update(step: Step) -> Verdict:
 def _decay(step: Step) -> Tensor:
     decay = step.arrays.get("weight_decay")
     return torch.zeros(1) if decay is None else decay.nan_to_num(0.0)
+
+
+def _is_seen(step: Step, rate: Tensor) -> Tensor:
+    """Where an update is larger than the rounding of the weights: not at the small rates of a warm-up."""
+    if "grad_max" not in step or "weight_max" not in step:
+        return torch.ones_like(rate, dtype=torch.bool)
+    top, is_adam = step.get("grad_max").clamp(min=0.0), step.config.get("optimizer") in ADAMS
+    size = rate * (top / (top + EPSILON) if is_adam else top.clamp(max=1.0))
+    return size > 4 * UNITS["float32"] * step.get("weight_max").nan_to_num(0.0)
 
 
 def _wrong(fault: str, where: Tensor, names: list[str], causes: tuple[str, ...]) -> Verdict:
@@ -110,6 +120,8 @@ def check_rate(step: Step) -> Verdict:
         return Verdict("rate", WRONG, "warm-up longer than the run", many, (), "warmup_steps")
     share = _share(str(config["scheduler"]), number - 1, most, warm)
     text = f"update {number} of {most}: {float(rates.max()):.4g}"
+    if share is None and number <= warm + 1:
+        raise Missing(f"a known schedule, not {config['scheduler']}")
     if bool((rates == 0).all()) and (share is None or share > 0):
         causes = ("the scheduler was not stepped", "a learning rate of 0", "a group with another rate")
         return Verdict("rate", WRONG, "learning rate of 0", text, causes, "learning_rate")

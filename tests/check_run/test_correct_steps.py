@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from helpers.steps import EOS, PROMPT, RESPONSE, float32, policy_step, sft_step
+from helpers.steps import EOS, PROMPT, RESPONSE, float32, pair_step, policy_step, sft_step
 
 from lightrlhf.check_run import check_steps
 from lightrlhf.checks.step import Step, from_rows, read_steps
@@ -167,3 +167,21 @@ def test_a_start_token_that_was_sampled_is_no_doubled_one():
     assert "mask" not in faults_of(arrays, config)
     arrays["input_ids"][1, PROMPT - 2] = config["bos_token_id"]
     assert faults_of(arrays, config)["mask"] == "doubled start token"
+
+
+def test_a_reference_may_doubt_a_token_of_which_the_policy_is_certain():
+    arrays, config = policy_step()
+    for name in ("old_logprobs", "new_logprobs"):
+        arrays[name] = np.zeros_like(arrays[name])
+    arrays["ref_logprobs"] = np.full_like(arrays["ref_logprobs"], -2.0)
+    assert "logprobs" not in faults_of(arrays, config)
+
+
+def test_pairs_that_were_cut_before_their_answers_differ_are_no_copies():
+    arrays, config = pair_step()
+    half = len(arrays["input_ids"]) // 2
+    for name in ("input_ids", "loss_mask"):
+        arrays[name][half:] = arrays[name][:half]
+    assert faults_of(arrays, config)["pairs"] == "chosen and rejected are the same"
+    arrays["truncated"] = np.ones(2 * half)
+    assert "pairs" not in faults_of(arrays, config)

@@ -73,3 +73,12 @@ def test_rates_of_schedules_and_of_warm_up_are_right():
     for scheduler in ("linear", "cosine"):
         assert faults_of(update=6, scheduler=scheduler, learning_rate=half, is_first=False) == {}
     assert faults_of(update=6, scheduler="constant") == {}
+
+
+def test_small_rates_and_schedules_that_are_not_known_are_no_fault():
+    small = {"learning_rate": np.array([1e-9] * 3 + [np.nan]), "change": np.array([1e-9, 0, 0, 0]), "is_first": False}
+    small |= {"weight_max": np.array([0.01, 1.0, 0.1, np.nan]), "scheduler": "polynomial", "warmup": 5}
+    assert faults_of(**small) == {}  # the rate is below the rounding of a weight of 1
+    still = {"learning_rate": np.array([0.0, 0, 0, np.nan]), "change": np.zeros(4), "scheduler": "cosine_with_min_lr"}
+    assert faults_of(**still, warmup=2) == {}
+    assert faults_of(**still, warmup=2, update=6) == {"rate": "learning rate of 0"}
