@@ -6,6 +6,7 @@ tokenizers are made on the spot; nothing is downloaded.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import random
@@ -174,8 +175,16 @@ def trainer_of(kind: str, setting: dict[str, Any], seed: int, out: str) -> Any:
     return GRPOTrainer(model, reward_funcs=functions, args=args, train_dataset=data, processing_class=tokenizer, **more)
 
 
-def run(job: dict[str, Any], out: Path) -> None:
-    """Train and record one job."""
+def state_of(trainer: Any) -> str:
+    """A hash of the weights and the random state."""
+    found = hashlib.sha256(torch.get_rng_state().numpy().tobytes())
+    for one in trainer.model.parameters():
+        found.update(one.detach().numpy().tobytes())
+    return found.hexdigest()
+
+
+def run(job: dict[str, Any], out: Path) -> str:
+    """Train and record one job, or with `unrecorded` train alone; returns a hash of its end."""
     setting = SETTINGS[job["setting"]] | job.get("options", {})
     kind, plant = job["setting"].split("/")[0], None
     if job.get("fault"):
@@ -189,10 +198,12 @@ def run(job: dict[str, Any], out: Path) -> None:
             record(trainer, out / job["name"], most=job.get("most", 3))
             plant.after(trainer)
             trainer.train()
-        return
+        return state_of(trainer)
     trainer = trainer_of(kind, setting, job["seed"], str(out / "trainer"))
-    record(trainer, out / job["name"], most=job.get("most", 3))
+    if not job.get("unrecorded"):
+        record(trainer, out / job["name"], most=job.get("most", 3))
     trainer.train()
+    return state_of(trainer)
 
 
 def main() -> None:
@@ -200,8 +211,7 @@ def main() -> None:
     torch.set_num_threads(1)
     for job in jobs:
         try:
-            run(job, out)
-            print(json.dumps({"name": job["name"]}), flush=True)
+            print(json.dumps({"name": job["name"], "end": run(job, out)}), flush=True)
         except Exception:
             print(json.dumps({"name": job["name"], "error": traceback.format_exc()[-3000:]}), flush=True)
 
