@@ -308,7 +308,7 @@ class Texts(Recorder):
         if one is None or head is None:
             return
         gradient = None
-        if not vars(self.trainer.args).get("use_liger_kernel"):  # whose backward changes what it saved
+        if not vars(self.trainer.args).get("use_liger_kernel"):  # its backward scales saved tensors in place
             (gradient,) = torch.autograd.grad(loss, one.hidden, retain_graph=True, allow_unused=True)
         texts = capture.documents(one)
         known = self.of_rows(one, texts)

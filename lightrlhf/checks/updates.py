@@ -13,7 +13,7 @@ from lightrlhf.checks.verdicts import RIGHT, WRONG, Verdict
 CLOSE = 1e-3  # relative, of sums over a model in float32
 ADAMS = ("Adam", "AdamW")  # whose first step moves a weight by its learning rate
 EPSILON = 1e-8  # of Adam
-LARGE_GRADIENT = 1e3 * EPSILON  # beside which that is nothing
+LARGE_GRADIENT = 1e3 * EPSILON  # so that Adam moves a weight by its rate
 
 
 def check_update(step: Step) -> Verdict:
