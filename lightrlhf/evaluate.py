@@ -35,8 +35,7 @@ import torch
 from lightrlhf import evaluate_dialogues, evaluate_env, evaluate_episodes
 from lightrlhf.cli.errors import UsageError, one_line_errors
 from lightrlhf.cli.fields import check_args, flag
-from lightrlhf.cli.groups import names_episodes
-from lightrlhf.cli.groups.agents import ENVIRONMENTS
+from lightrlhf.cli.groups import agents, names_episodes
 from lightrlhf.cli.lists import paths
 from lightrlhf.cli.parser import parse, to_dict
 from lightrlhf.cli.paths import check_file
@@ -334,7 +333,7 @@ def program_for(words: Sequence[str]) -> tuple[Callable[[list[str]], Any] | None
         flags = {name: value if equals else after for name, equals, value, after in parts}
         env = flags.get("--env", "")
         is_class = ":" in env and "://" not in env
-        has_starts = "--data_dir" not in flags and (env in ENVIRONMENTS or is_class)
+        has_starts = "--data_dir" not in flags and (env in agents.ENVIRONMENTS or is_class)
         return evaluate_env.main if has_starts else evaluate_episodes.main, others
     return evaluate_dialogues.main if by_turn.lower() == "true" else None, others
 

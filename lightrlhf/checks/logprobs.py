@@ -31,7 +31,7 @@ def check_logprobs(step: Step) -> Verdict:
             top = f"{name}: {float(values.max()):.4g} at most"
             causes = ("losses, their sign turned", "logits, not log-probabilities")
             return Verdict("logprobs", WRONG, "log-probabilities above 0", top, causes, name)
-        policy = [one for one in given if one not in (name, "ref_logprobs")]  # a reference may doubt what it knows
+        policy = [one for one in given if one not in (name, "ref_logprobs")]  # a reference may find it unlikely
         others = [step.get(one)[trained] for one in policy]
         if not others or (name == "sampler_logprobs" and (step.is_cut() or step.config.get("temperature") == 0)):
             continue  # the one token that is left has 0

@@ -109,7 +109,7 @@ def of_sft(trainer: Any) -> dict[str, Any]:
 
 
 def ends_of_texts(trainer: Any) -> list[int]:
-    """End tokens that a template may write: the tokenizer's, and those of the model, as of Gemma's turns."""
+    """End tokens that a template may write: the tokenizer's, and the model's, as at the end of Gemma's turns."""
     given = [
         shared(trainer)["eos_token_id"],
         getattr(getattr(trainer.model, "generation_config", None), "eos_token_id", None),

@@ -69,7 +69,8 @@ class Updates:
             "optimizer": type(inner).__name__,
         }
         warm = args.get_warmup_steps(most) if hasattr(args, "get_warmup_steps") else args.warmup_steps
-        name = "of one's own" if self.is_own or getattr(args, "lr_scheduler_kwargs", None) else kind
+        has_own = self.is_own or vars(args).get("lr_scheduler_kwargs")
+        name = "another" if has_own else kind
         config |= {"scheduler": getattr(name, "value", str(name)), "warmup": most - 1 if self.is_own else warm}
         config |= {"peak_learning_rate": args.learning_rate, "max_grad_norm": args.max_grad_norm}
         is_usual = all(group.get("eps") in (EPSILON, None) for group in optimizer.param_groups)

@@ -165,10 +165,12 @@ def make_sampler(
 ) -> RolloutSampler:
     """The sampler of a run: of episodes with `--env` or `--tools`, else of responses.
 
-    Raises: UsageError when nothing scores the episodes.
+    Raises: UsageError when nothing scores the episodes, or several ranks train actor and critic on them.
     """
     if not run.args.plays_episodes:
         return RolloutSampler(run, model, reference, start, responses)
+    if run.program == "ppo" and run.ranks.num_processes > 1:  # whose passes differ in number, and DDP waits forever
+        raise UsageError(f"ppo plays episodes in one process, not {run.ranks.num_processes}; --devices 1, or grpo")
     sampler = EpisodeSampler(run, model, reference, start, responses)
     if not sampler.pool.gives_reward and all(isinstance(scorer, EnvScorer) for scorer in rewards.scorers):
         raise UsageError(f"--env {run.args.env} gives no reward; add --reward_function or --rm_experiment_dir")

@@ -119,7 +119,7 @@ class Episode:
             "rows": len(self.conversation.rows),
             "tokens": self.num_tokens,
             "rewards": self.rewards,
-            "calls": said[max(len(said) - self.num_turns, 0) :],  # without those of the prompt
+            "calls": said[max(len(said) - self.num_turns, 0) :],  # not the prompt's
             "score": self.score,
             "fault": self.fault and self.fault.kind,
             "counts": dict(self.counts),

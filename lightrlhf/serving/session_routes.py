@@ -2,8 +2,7 @@
 
 Requests of one session run one after another, in the order in which they were read: the n-th sample's noise and the row
 that it goes on depend on that order, and a program that asks for several things at once works as elsewhere. A turn is
-recorded when it has been sampled, whether or not its client reads the answer. One whose client went away, or whose
-session was ended, stops and is recorded as far as it came.
+recorded when it has been sampled, whether or not its client reads the answer; one that was stopped, as far as it came.
 """
 
 from __future__ import annotations
@@ -190,9 +189,10 @@ class SessionTurn:
         self.session.jobs.discard(job)
         self.session.last_used = time.monotonic()
         self._put(None)
-        problem = None if job.cancelled() else job.exception()
-        is_programs = isinstance(problem, UsageError) and getattr(problem, "status", 400) < 500
-        self.session.failed_requests += problem is not None and not is_programs
+        if not job.cancelled() and (problem := job.exception()) is not None:
+            self.session.failed_requests += (
+                not isinstance(problem, UsageError) or getattr(problem, "status", 400) >= 500
+            )
 
 
 def reply_of(message: Json) -> Json:

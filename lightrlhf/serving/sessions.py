@@ -71,8 +71,7 @@ class Session:
         self.lock, self.ended = asyncio.Lock(), asyncio.Event()
         self.jobs: set[asyncio.Future[Any]] = set()  # requests that run or wait
         self.last_job: asyncio.Future[Any] | None = None
-        self.failed_requests = 0  # by this side
-        self.last_used = 0.0  # by the clock of `Sessions`
+        self.failed_requests, self.last_used = 0, 0.0  # by this side; by the clock of `Sessions`
 
     def check_size(self) -> None:
         """Raises: Refusal when the record takes too much memory."""
