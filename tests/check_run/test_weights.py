@@ -179,7 +179,7 @@ def test_ids_of_another_vocabulary_and_sums_cannot_be_told(models):
     arrays = {"input_ids": IDS.numpy() + 1000, "loss_mask": TRAINED.numpy(), "attention_mask": ATTENDED.numpy()}
     with pytest.raises(Missing, match="vocabulary"):
         weights.sample(Step(arrays, {}), VOCABULARY)
-    with pytest.raises(Missing, match="of tokens"):
+    with pytest.raises(Missing, match="tokens"):
         verdict_of(logprobs(logits_of(models[0]["own"])).sum(1), own)
 
 

@@ -65,7 +65,7 @@ def test_what_a_server_failed_or_was_late_with_is_no_episode(monkeypatch, told, 
     sessions, session = sessions_of("http://a:1", monkeypatch), Session(told)
     work = sessions._end(session, TARGET, stop_reason)
     if problem:
-        with pytest.raises(Busy, match=problem):
+        with error_naming(Busy, problem):
             asyncio.run(work)
     else:
         assert asyncio.run(work) == told

@@ -272,7 +272,7 @@ def test_secrets_are_known_by_usual_names():
 
 
 WRONG_SPECS = [
-    (EnvSpec(), "--env, --tools and --mcp"),
+    (EnvSpec(), "--env, --tools, --mcp and --agent"),
     (EnvSpec(env="chess"), "--env chess is unknown; give guess_number"),
     (EnvSpec(env=f"{HOSTILE}:Nothing"), f"--env {HOSTILE}:Nothing cannot be imported"),
     (EnvSpec(env=f"{HOSTILE}:no_class"), "has no reset"),

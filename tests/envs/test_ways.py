@@ -113,7 +113,7 @@ def test_a_number_is_guessed_by_bisection():
         assert reward == 1.0
     env.reset(seed=1, options={"number": 3})
     assert [env.step(word)[0] for word in ("none", "2", "9")] == ["say a number", "higher", "lower"]
-    assert env.step("9")[2:4] == (False, True)
+    assert env.step("9")[2:4] == (True, False)  # a lost game is over, not cut
 
 
 def test_a_question_of_the_small_world_is_answered_by_two_searches():
