@@ -115,7 +115,7 @@ def rollout_of(played: Played) -> tuple[Rollout, Scores]:
     batch, width = played.first.shape
     taken = torch.arange(width).expand(batch, width)
     facts = [
-        {"turns": int(reached.sum()), "rewards": rewards[reached].tolist()}
+        {"turns": int(reached.sum()), "rewards": rewards[reached].tolist(), "cut": False}
         for reached, rewards in zip(played.reached, played.rewards)
     ]
     whole = torch.cat([torch.ones(batch, 1, dtype=torch.bool), played.reached], 1)

@@ -47,7 +47,7 @@ def turn_rewards(rollout: Rollout, scores: Scores, total: Tensor, num_turns: int
     has all. total: (B,) scores, NaN where missing.
     """
     if rollout.turn is None:
-        return total[:, None]
+        return torch.where(rollout.ends() | total.isnan(), total, 0.0)[:, None]
     weight = float(scores.weights[-1]) if credit == "turn" else 0.0  # of the environment, which comes last
     rewards = torch.zeros(len(rollout), num_turns)
     for row, columns in enumerate(rollout.columns):

@@ -18,8 +18,8 @@ class LocalPool:
 
     def __init__(self, make: Callable[[], Any], size: int = 100, order: int = 0, gives_reward: bool = True) -> None:
         self.make, self.size, self.order = make, size, random.Random(order)
-        self.tools, self.gives_reward = make().tools, gives_reward
-        self.has_outcome = getattr(make(), "has_outcome", True)
+        first = make()
+        self.tools, self.gives_reward, self.has_outcome = first.tools, gives_reward, getattr(first, "has_outcome", True)
         self.envs: dict[int, Any] = {}
         self.asked: list[tuple[int, str, tuple[Any, ...]]] = []
         self.log: list[tuple[int, str, tuple[Any, ...]]] = []

@@ -320,7 +320,12 @@ def test_win_rate_splits_ties():
 
 # ----------------------------------------------------------------------------------------------- the other programs
 def test_help_names_the_programs_for_environments_and_dialogues(capsys):
-    programs = ([], "lightrlhf.evaluate"), (["--env", "e"], "evaluate_env"), (BY_TURN, "dialogues"), (TOOLS, "episodes")
+    programs = (
+        ([], "lightrlhf.evaluate"),
+        (["--env", "alfworld"], "evaluate_env"),
+        (BY_TURN, "dialogues"),
+        (TOOLS, "episodes"),
+    )
     for flags, program in programs:
         with pytest.raises(SystemExit):
             evaluate.main([*flags, "--help"])
