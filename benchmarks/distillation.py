@@ -142,7 +142,7 @@ def loss_of_spans(text: tuple[int, ...], rows: Tensor, teacher: Tensor) -> Tenso
 
 
 def measure_merged(distance: float) -> dict[str, float | str]:
-    """Mean cosines of expected gradients with that of the letters' distributions, over random tables."""
+    """Mean cosine between each expected gradient and the exact gradient over letters, over random tables."""
     cosines = {"merged": 0.0, "merged without the shift": 0.0}
     for seed in range(TABLES):
         generator = torch.Generator().manual_seed(seed)

@@ -207,7 +207,7 @@ def share_interval(values: Sequence[float], groups: Groups | None = None) -> tup
 
 
 def grouped_interval(values: Sequence[float], groups: Groups) -> tuple[float, float]:
-    """95% interval of the mean of numbers, where those of one group depend on each other: by Student's t_{G-1}.
+    """95% interval of the mean where numbers of one group are dependent, by Student's t_{G-1}.
 
     The variance is a ratio's, of G groups (Cochran 1977, eq. 6.13). Infinite for a single group.
     """

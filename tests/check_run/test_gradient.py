@@ -123,7 +123,7 @@ def without(made, part):
 
 
 def after(trained, fault):
-    """Weights after a step with one fault, and the step as it is told."""
+    """Weights after a step with one fault, and the step as recorded."""
     before, model, step, _ = trained
     model = copy.deepcopy(model)
     for parameter, source in zip(model.parameters(), trained[1].parameters()):

@@ -1,4 +1,4 @@
-"""GRPO on episodes whose turns servers sample: those of this process, also where a server is killed in the middle."""
+"""GRPO on episodes whose turns servers sample equals GRPO in this process, even if a server is killed."""
 
 import pytest
 import torch
