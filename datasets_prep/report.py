@@ -327,9 +327,10 @@ def show(summary: dict[str, Any], destination: Path) -> None:
     for name, file in summary["files"].items():
         print(f"  {name + '.pt':28s} {file['rows']:8d} rows  {file['tokens']:10d} tokens")
     stages = dict.fromkeys(name.split("_")[0] for name in summary["files"])
-    for name in (f"{stage}_{split}" for stage in stages for split in ("validation", "test")):
-        if name not in summary["files"] and summary["arguments"][f"{name.split('_')[1]}_percentage"]:
-            print(f"  no {name}.pt: all its rows were dropped, or raise --{name.split('_')[1]}_percentage")
+    for split in ("validation", "test"):
+        without = [stage for stage in stages if f"{stage}_{split}" not in summary["files"]]
+        if without and summary["arguments"][f"{split}_percentage"]:
+            print(f"  no {split} rows for {', '.join(without)}: dropped, or too few rows for --{split}_percentage")
     _show_reasons(summary)
     print(f"  details: {destination / 'report.md'}")
 

@@ -157,8 +157,8 @@ def no_format(values: Values, nulls: set[str], columns: list[str]) -> str:
         best, near = ("messages",), {"messages": turns[0]}
     if not near:
         best = ("prompt", "completion")
-        is_csv = all(isinstance(value, str) for value in values.values())
-        begin = ("the first line of a CSV file names its columns; " if is_csv else "") + begin
+        is_text = any(not name.replace(" ", "_").isidentifier() for name in values)
+        begin = ("the first line of a CSV file names its columns; " if is_text else "") + begin
     pairs = [f"{name}={near.get(name, 'COLUMN')}" for name in best if near.get(name) != name]
     pairs += [f"history={name}" for name in turns[:1] if "prompt" in best and name not in ("history", near["prompt"])]
     flag = ",".join(pairs or [f"{name}={name}" for name in best])

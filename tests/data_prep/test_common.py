@@ -474,6 +474,15 @@ def test_invalid_arguments_are_one_line(tmp_path, tokenizer_dir, capsys, flags, 
     assert not list(tmp_path.glob("out/*"))
 
 
+def test_one_row_says_which_splits_have_none(tmp_path, tokenizer_dir, capsys):
+    file = write_lines(tmp_path / "mine.jsonl", [{"prompt": "Hi", "completion": " answer"}])
+    generic.main(
+        [f"--destination_dir={tmp_path / 'out'}", f"--dataset_name={file}", f"--tokenizer_name={tokenizer_dir}"]
+    )
+    said = [line for line in capsys.readouterr().out.splitlines() if "no validation rows" in line]
+    assert said == ["  no validation rows for finetune, prompts: dropped, or too few rows for --validation_percentage"]
+
+
 def test_every_flag_has_one_sentence_of_help(capsys):
     import dataclasses
 

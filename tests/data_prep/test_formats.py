@@ -585,6 +585,13 @@ if __name__ == "__main__":
     main()
 
 
+def test_only_columns_that_look_like_cells_are_called_a_missing_header():
+    for row, is_said in (({"q": "a", "a": "b"}, False), ({"Sky?": "Sea?", "Blue.": "Wet."}, True)):
+        with pytest.raises(BadRow) as refused:
+            to_row(row)
+        assert ("the first line of a CSV file" in str(refused.value)) == is_said
+
+
 def test_a_row_says_the_format_it_had():
     assert to_row({"conversations": TALK})["read_as"] == "dialogues (conversations)"
     assert to_row({"instruction": "a", "output": "b"})["read_as"] == "prompt and completion (instruction, output)"
