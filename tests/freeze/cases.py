@@ -36,6 +36,7 @@ FLAGS: list[tuple[str, str, str]] = []
 """Flags that the base has otherwise: (pattern of programs, words here, words in the base); "" for none."""
 MOVED: dict[str, str] = {
     r".* resume\.pt extra reference .*": "",  # tensors instead of lists; the fingerprint is of the rows' digest
+    r"out/manifest\.json .*": "",  # of generated episodes: times of files
 }
 """Names in records that the base has otherwise: pattern to name here, "" for what is not compared; see `records.py`."""
 
@@ -64,6 +65,7 @@ VOWELS = "--reward_function freeze_functions:vowels"
 WHOLE = "--reward_function freeze_functions:whole_vowels"
 ECHO = "--user_function freeze_functions:echo"
 UNSTEADY = "--disable_dropout False"
+GUESS = "--data_dir {in}/talk --env guess_number --env_options turns=3 --env_workers 2"
 
 TINY = {  # flags without those of evaluation
     "sft": f"{CAFE} {START} {OFTEN} {BATCH} {UNSTEADY}",
@@ -205,6 +207,11 @@ def variants() -> Iterator[Case]:
         "reflect_rl/critic": "--num_generations 1 --use_critic True --gae_lambd 0.9 --eval_interval 2",
         "reflect_rl/ppo": "--trainer ppo --init_kl_coeff 0.1 --ppo_epochs 2 --mini_batch_size 8",
         "reflect_rl/replay": "--replay_buffer_size 16 --num_generations 1",
+        "reflect_rl/history": "--with_history True --max_new_tokens 3 --trainer ppo --mini_batch_size 8",
+        "reflect_rl/reflector": "--reflect_experiment_dir {in}/corridor --reflect_do_sample True --reflect_prob 0.7 "
+        "--reflect_max_new_tokens 4 --with_history True",
+        "grpo/episodes": f"{GUESS} --resample_rounds 1 --log_rollouts 8 --eval_interval 3",
+        "ppo/episodes": f"{GUESS} --log_rollouts 8 --eval_interval 3",
         "online_refuel/whiten": "--whiten_rewards True --ppo_epochs 2",
         "online_dpo/penalty": "--choose_type max_min_p --length_penalty 0.01 --reference moving",
         "online_dpo/raft": "--training_step raft",
@@ -269,6 +276,8 @@ def tools() -> Iterator[Case]:
     served = f"{generate} --rollout_server {{server0}}"
     yield Case("generate/served", (tool("generate", served, ONE),), servers=1, slow=True)
     yield Case("generate/openai", (tool("generate", f"{generate} {at}", ONE),), servers=1, slow=True)
+    episodes = f"{START} {GUESS} --num_prompts 6 --num_generations 2 --max_new_tokens 4"
+    yield Case("generate/episodes", (tool("generate", episodes),))
     rewards = f"{VOWELS} --num_generations 2 --pass_k 1 2 --pass_threshold 2 --rouge True"
     yield Case("evaluate/models", (policy, other, tool("evaluate", f"{evaluate} {rewards} --use_pretrained True")))
     models = "--experiment_dir {run-rm} --data_dir {in}/cafe/tiny --num_samples 6"
