@@ -149,7 +149,7 @@ def with_room(run: Run[OnlineRefuelArgs], policy: roles.Policy, rows: Sequence[D
     args = run.args
     if not rows:
         return rows
-    fits = talks.longest_lengths(rows, args.max_new_tokens) <= min(talks.max_positions(policy), args.total_length)
+    fits = talks.longest_lengths(rows, args.max_new_tokens) <= min(roles.max_positions(policy), args.total_length)
     if not fits.any():
         raise UsageError(
             f"--max_new_tokens {args.max_new_tokens} in each turn does not fit into --total_length {args.total_length} "

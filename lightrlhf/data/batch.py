@@ -18,7 +18,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -141,6 +141,12 @@ class Batch:
         own = {field.name for field in dataclasses.fields(self) if field.init}
         names = {field.name for field in dataclasses.fields(kind)} & own
         return kind(**{name: getattr(self, name) for name in names} | columns)
+
+    def sampled(self, logprobs: Iterable[Iterable[float]]) -> SampledBatch:
+        """The batch with the log-probabilities that its actions were sampled with, row by row in their order."""
+        values = torch.zeros(self.action_mask.shape)  # (B, T-1)
+        values[self.action_mask] = torch.tensor([value for row in logprobs for value in row])
+        return self.extend(SampledBatch, logprobs=values)
 
 
 @dataclass(kw_only=True)
@@ -361,6 +367,11 @@ def mix_seed(*key: int, start: int = 0) -> int:
 def seeded_noise(seed: int, *shape: int) -> Tensor:
     """Uniform numbers to sample tokens with, which depend on the seed alone."""
     return torch.rand(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def noise_by_row(seeds: Sequence[int], length: int) -> Tensor:
+    """Uniform numbers (B, length), each row's by its own seed."""
+    return torch.stack([seeded_noise(seed, length) for seed in seeds]) if seeds else torch.empty(0, length)
 
 
 def row_length(row: Row) -> int:

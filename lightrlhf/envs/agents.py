@@ -28,7 +28,7 @@ from lightrlhf.data.tokens import decode, encode_prompt
 from lightrlhf.data.types import Tokenizer
 from lightrlhf.envs import TextEnv, prompts
 from lightrlhf.envs.episodes import Decision, Episode, PlayedBatch, Seat, allowed_labels, decision_batch
-from lightrlhf.generation.engine import Completions, generate, no_gradients
+from lightrlhf.generation.engine import generate, no_gradients
 from lightrlhf.generation.prefix_cache import CachedPrefix, has_kv_cache, load_prefixes, store_prefixes
 from lightrlhf.generation.rollout import measure_gap, refuse_gap
 from lightrlhf.generation.sampling import check_sampled, sample
@@ -37,7 +37,7 @@ from lightrlhf.models.forward import inference
 from lightrlhf.models.loading import load_policy
 from lightrlhf.models.names import resolve
 from lightrlhf.models.offload import on_device
-from lightrlhf.models.roles import Policy, policy_inputs
+from lightrlhf.models.roles import Policy, max_positions, policy_inputs
 from lightrlhf.models.tokenizer import end_ids, load_tokenizer
 from lightrlhf.training.run import Run
 from lightrlhf.training.start_check import check_start
@@ -162,8 +162,8 @@ class ModelAgent:
 
     def wait_for_others(self) -> None:
         """Take part in what other ranks ask servers, until all have played their episodes."""
-        while self.served is not None and self.served.ranks.total(0):
-            self._ask_for(self.served, [], [])
+        if self.served is not None:
+            self.served.wait_for_others([] if self.labels and self.args.shrink_head else None)
 
     def batch(self, episodes: Sequence[Episode], rows: Sequence[int] | None = None) -> PlayedBatch:
         """The decisions of episodes that this agent played; rows: numbers of their starts in the data."""
@@ -217,9 +217,9 @@ class ModelAgent:
         return prompts.labels_for(seat.info, seat.rng if self.args.shuffle_action else None, len(self.labels))
 
     def _check_room(self, decisions: Sequence[Decision]) -> None:
-        room = getattr(self.policy.model.config, "max_position_embeddings", None)
+        room = max_positions(self.policy)
         longest = max(len(one.prompt_ids) for one in decisions)
-        if room and longest + self.args.max_new_tokens > room:
+        if longest + self.args.max_new_tokens > room:
             raise RunFailure(
                 f"a prompt of {longest} tokens and its action exceed the policy's {room} positions; "
                 "use --with_history False, a shorter --reflect_max_new_tokens or a model with more positions"
@@ -288,19 +288,15 @@ class ModelAgent:
 
     def _ask(self, served: ServedPolicy, seats: Sequence[Seat], decisions: list[Decision]) -> None:
         """Labels or written commands, from servers."""
-        served.ranks.total(len(seats))  # other ranks, which may have none left, take part
-        sampled = self._ask_for(served, seats, decisions)
-        for seat, one, response, logprobs in zip(seats, decisions, sampled.responses, sampled.logprobs):
-            one.response_ids, one.logprobs = response, logprobs
-            one.action = self._command(seat, one) if self.labels else decode(self.tokenizer, response).strip()
-
-    def _ask_for(self, served: ServedPolicy, seats: Sequence[Seat], decisions: Sequence[Decision]) -> Completions:
-        width = self.args.max_new_tokens
-        uniforms = torch.tensor([[seat.rng.random() for _ in range(width)] for seat in seats]).reshape(-1, width)
+        uniforms = torch.tensor([[seat.rng.random() for _ in range(self.args.max_new_tokens)] for seat in seats])
         allowed = None
         if self.labels and self.args.shrink_head:
             allowed = [sorted(self.label_ids[one.allowed].tolist()) for one in decisions]
-        return served.sample(Request([one.prompt_ids for one in decisions], uniforms), allowed=allowed)[0]
+        sampled = served.sample_any(Request([one.prompt_ids for one in decisions], uniforms), allowed)
+        assert sampled is not None  # since there are seats
+        for seat, one, response, logprobs in zip(seats, decisions, sampled.responses, sampled.logprobs):
+            one.response_ids, one.logprobs = response, logprobs
+            one.action = self._command(seat, one) if self.labels else decode(self.tokenizer, response).strip()
 
 
 def num_choices(env: TextEnv, args: ActingArgs) -> int:

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from lightrlhf.cli.errors import NotFinite, UsageError
 from lightrlhf.cli.groups import EpisodeArgs, GroupAgentArgs
-from lightrlhf.data.batch import Rollout, SampledBatch, masked_batch, mix_seed, number_rows, seeded_noise
+from lightrlhf.data.batch import Rollout, SampledBatch, masked_batch, mix_seed, noise_by_row, number_rows
 from lightrlhf.data.chat import controls
 from lightrlhf.data.splits import Row
 from lightrlhf.data.tokens import decode, messages_of
@@ -36,14 +36,13 @@ from lightrlhf.envs.agent_sessions import AgentSessions
 from lightrlhf.envs.env_workers import EnvPool
 from lightrlhf.envs.ways import EnvSpec
 from lightrlhf.generation.conversations import Conversation, Plan
-from lightrlhf.generation.dialogues import max_positions
 from lightrlhf.generation.engine import Completions, generate
 from lightrlhf.generation.episode_env import Message
 from lightrlhf.generation.episodes import Episode, Limits, Pool, check_template, play
 from lightrlhf.generation.rollout import make_rollout, measure_gap, refuse_gap, rounds_otherwise, score_logprobs
 from lightrlhf.generation.rollout_sampler import RolloutSampler
 from lightrlhf.generation.served import Request
-from lightrlhf.models.roles import Policy
+from lightrlhf.models.roles import Policy, max_positions
 from lightrlhf.models.sharding import gather_shards
 from lightrlhf.models.tokenizer import end_ids
 from lightrlhf.rewards.rewards import Rewards
@@ -113,8 +112,8 @@ class EpisodeSampler(RolloutSampler):
             self.sessions.play(episodes)
             return 0.0
         removed = play(episodes, self.pool, self._sample, self.tokenizer, self.limits)
-        while self.served and self.served.sample_any(Request([], turn_noise(self.run.args, []))):  # other ranks play on
-            pass
+        if self.served:
+            self.served.wait_for_others()  # whose episodes may be longer
         return removed
 
     def _sample(self, episodes: Sequence[Episode], plans: Sequence[Plan]) -> Completions:
@@ -172,8 +171,7 @@ def make_sampler(
     if run.program == "ppo" and run.ranks.num_processes > 1:  # whose passes differ in number, and DDP waits forever
         raise UsageError(f"ppo plays episodes in one process, not {run.ranks.num_processes}; --devices 1, or grpo")
     sampler = EpisodeSampler(run, model, reference, start, responses)
-    if not sampler.pool.gives_reward and all(isinstance(scorer, EnvScorer) for scorer in rewards.scorers):
-        raise UsageError(f"--env {run.args.env} gives no reward; add --reward_function or --rm_experiment_dir")
+    check_scored(run.args, sampler.pool, rewards)
     return sampler
 
 
@@ -199,6 +197,13 @@ def make_pool(args: EpisodeArgs) -> EnvPool:
     return EnvPool(spec, args.env_workers, args.env_timeout)
 
 
+def check_scored(args: EpisodeArgs, pool: Pool, rewards: Rewards) -> None:
+    """Raises: UsageError when nothing scores the episodes."""
+    if not pool.gives_reward and all(isinstance(scorer, EnvScorer) for scorer in rewards.scorers):
+        where = EnvSpec(args.env, tools=tuple(args.tools), mcp=args.mcp).flag
+        raise UsageError(f"{where} gives no reward; add --reward_function or --rm_experiment_dir")
+
+
 def limits_of(args: Any, policy: Policy, positions: float = math.inf) -> Limits:
     """Where the episodes of a policy end; positions: of a server, at most."""
     lengths = args.max_new_tokens, args.max_observation_tokens
@@ -213,9 +218,7 @@ def new_episode(tokenizer: Tokenizer, row: Row, seed: int, noise: int) -> Episod
 
 def turn_noise(args: Any, episodes: Sequence[Episode]) -> Tensor:
     """Uniform numbers of the next turn of each episode: (B, max_new_tokens)."""
-    shape = len(episodes), args.max_new_tokens
-    seeds = [mix_seed(one.num_turns, start=one.noise) for one in episodes]
-    return torch.stack([seeded_noise(seed, shape[1]) for seed in seeds]) if seeds else torch.empty(shape)
+    return noise_by_row([mix_seed(one.num_turns, start=one.noise) for one in episodes], args.max_new_tokens)
 
 
 def sample_turns(
@@ -246,10 +249,9 @@ def episode_batch(episodes: Sequence[Episode], pad_id: int) -> tuple[SampledBatc
     whole = masked_batch([ids for ids, _, _ in found], [sampled for _, sampled, _ in found], pad_id)
     turn = torch.zeros_like(whole.action_mask, dtype=torch.int64)  # (B, T-1)
     turn[whole.action_mask] = torch.tensor([i - 1 for _, sampled, _ in found for i in sampled if i], dtype=torch.int64)
-    values = torch.zeros(whole.action_mask.shape)  # (B, T-1)
-    values[whole.action_mask] = torch.tensor([value for _, _, logprobs in found for value in logprobs])
     numbers = torch.tensor(episode, dtype=torch.int64)  # (B,)
-    return whole.extend(SampledBatch, logprobs=values, episode=numbers), turn, contexts
+    batch = whole.sampled(logprobs for _, _, logprobs in found)
+    return dataclasses.replace(batch, episode=numbers), turn, contexts
 
 
 def rows_of(one: Episode) -> Iterator[tuple[list[int], list[int], list[float]]]:

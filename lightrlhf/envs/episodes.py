@@ -183,13 +183,10 @@ def decision_batch(
     """The decisions of the episodes, in order; rows: numbers of the episodes' starts in the data."""
     decisions = [decision for episode in episodes for decision in episode.decisions]
     batch = response_batch([one.prompt_ids for one in decisions], [one.response_ids for one in decisions], pad_id)
-    logprobs = torch.zeros(batch.action_mask.shape)  # (B, T-1)
-    logprobs[batch.action_mask] = torch.tensor([value for one in decisions for value in one.logprobs])
     episode = torch.tensor([i for i, one in enumerate(episodes) for _ in one.decisions], dtype=torch.int64)  # (B,)
-    return batch.extend(
+    return batch.sampled(one.logprobs for one in decisions).extend(
         PlayedBatch,
         row=None if rows is None else torch.tensor(rows, dtype=torch.int64)[episode],
-        logprobs=logprobs,
         allowed=allowed_labels(decisions, num_labels),
         episode=episode,
         rewards=torch.tensor([one.reward for one in decisions]),

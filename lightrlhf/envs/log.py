@@ -11,7 +11,7 @@ from lightrlhf.data.splits import Row
 from lightrlhf.data.types import Tokenizer
 from lightrlhf.envs.episodes import Episode, PlayedBatch, rates_by_level
 from lightrlhf.storage.writing import write_text
-from lightrlhf.training.rollout_log import append_rollouts, num_logged, rollout_row, writing_rollouts
+from lightrlhf.training.rollout_log import append_rollouts, num_logged, turns_row, writing_rollouts
 from lightrlhf.training.run import Metrics, Run
 
 NUM_STORIES = 4  # of an evaluation
@@ -33,43 +33,29 @@ def log_episodes(
     kept = episodes[: num_logged(run, len(episodes))]
     if not kept:
         return
+    by_token = {name: column[:, None].expand(played.action_mask.shape) for name, column in columns.items()}
+    by_token |= {} if log_ratio is None else {"log_ratio": log_ratio}
     with writing_rollouts(run):
         rows = []
         for number, episode in enumerate(kept):
             at = (played.episode == number).nonzero()[:, 0]
-            numbers = {name: [[x] for x in column[at].tolist()] for name, column in columns.items()}
-            if log_ratio is not None:
-                numbers["log_ratio"] = [log_ratio[i][played.action_mask[i]].tolist() for i in at]
+            numbers = {name: [row[i][played.action_mask[i]].tolist() for i in at] for name, row in by_token.items()}
             rows.append(episode_row(episode, tokenizer, number // group_size, numbers))
         append_rollouts(run, rows)
 
 
 def episode_row(episode: Episode, tokenizer: Tokenizer, group: int, numbers: dict[str, list[list[float]]]) -> Row:
-    """An episode as a row of `rollouts.jsonl`; numbers: for each decision one, or one of each token of its action."""
-    shown = [[], *(one.prompt_ids for one in episode.decisions[1:])]
-    acted = [one.response_ids for one in episode.decisions]
-
-    def spread(values: Sequence[Sequence[Any]]) -> list[Any]:
-        """Values of the actions' tokens, with 0 for each token that was shown before an action."""
-        row = []
-        for before, action, own in zip(shown, acted, values):
-            row += [0] * len(before) + (list(own) if len(own) == len(action) else [*own] * len(action))
-        return row
-
+    """An episode as a row of `rollouts.jsonl`; numbers: see `turns_row`."""
+    ids: list[int] = []
+    spans = []
+    for one in episode.decisions:
+        start = len(ids) + len(one.prompt_ids)
+        ids += one.prompt_ids + one.response_ids
+        spans.append((start, len(ids)))
     score = sum(one.reward for one in episode.decisions)
-    return rollout_row(
-        tokenizer,
-        episode.decisions[0].prompt_ids,
-        [token for prompt, action in zip(shown, acted) for token in (*prompt, *action)],
-        group=group,
-        mask=spread([[1]] * len(acted)),
-        score=score,
-        rewards={"environment": score},
-        columns={name: getattr(episode, name) for name in ("task", "level", "success", "cost")},
-        log_ratio=spread(numbers["log_ratio"]) if "log_ratio" in numbers else None,
-        advantages=spread(numbers["advantages"]),
-        values=spread(numbers["values"]) if "values" in numbers else None,
-    )
+    columns = {name: getattr(episode, name) for name in ("task", "level", "success", "cost")}
+    rewards = {"environment": score}
+    return turns_row(tokenizer, ids, spans, numbers, group=group, score=score, rewards=rewards, columns=columns)
 
 
 def episode_metrics(run: Run[Any], episodes: Sequence[Episode], levels: Sequence[str]) -> Metrics:

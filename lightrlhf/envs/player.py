@@ -13,20 +13,17 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
-from lightrlhf.cli.errors import UsageError
 from lightrlhf.cli.fields import at_least, flag, random_seed
 from lightrlhf.cli.groups import DecodingArgs, EpisodeArgs, RewardArgs
 from lightrlhf.data.batch import mix_seed
 from lightrlhf.data.splits import Row
 from lightrlhf.data.types import Tokenizer
-from lightrlhf.envs.episode_sampler import episode_batch, is_cut, limits_of, new_episode, sample_turns
-from lightrlhf.envs.ways import EnvSpec
+from lightrlhf.envs.episode_sampler import check_scored, episode_batch, is_cut, limits_of, new_episode, sample_turns
 from lightrlhf.generation.engine import Completions
 from lightrlhf.generation.episodes import Episode, Pool, check_template, play
 from lightrlhf.generation.rollout import make_rollout
 from lightrlhf.models.roles import Policy
 from lightrlhf.rewards.rewards import Rewards
-from lightrlhf.rewards.scorers import EnvScorer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,9 +71,8 @@ class Player:
         self.args, self.policy, self.tokenizer, self.pool, self.rewards = args, policy, tokenizer, pool, rewards
         self.limits = limits_of(args, policy)
         check_template(tokenizer, pool.tools)
-        if scored and not pool.gives_reward and all(isinstance(one, EnvScorer) for one in rewards.scorers):
-            where = EnvSpec(args.env, tools=tuple(args.tools), mcp=args.mcp).flag
-            raise UsageError(f"{where} gives no reward; add --reward_function or --rm_experiment_dir")
+        if scored:
+            check_scored(args, pool, rewards)
 
     def __call__(self, rows: Sequence[Row]) -> list[Played]:
         """The episodes of prompt rows with their numbers as `row`, in order."""

@@ -27,7 +27,7 @@ from lightrlhf.generation.dialogues import Dialogue, DialogueArgs, User, as_row,
 from lightrlhf.generation.samplers import Sampler
 from lightrlhf.generation.users import UserArgs
 from lightrlhf.models.roles import Policy
-from lightrlhf.training.rollout_log import rollout_row
+from lightrlhf.training.rollout_log import turns_row
 
 SIDES = ("first", "second")
 INVALID_REWARD = -99999.0  # in place of a score that the scorer did not give
@@ -153,16 +153,12 @@ def turn_rollout(
 
     A dialogue without that turn has an empty response.
     """
-    length = len(side.input_ids)
-    start, end = side.turn_spans[turn] if turn < side.num_turns else (length, length)
-    sampled = {place for span in side.turn_spans[turn:] for place in range(*span)}
-    return rollout_row(
+    return turns_row(
         tokenizer,
-        side.input_ids[:start],
-        side.input_ids[start:],
+        side.input_ids,
+        side.turn_spans[turn:],
+        {} if log_ratio is None else {"log_ratio": [log_ratio.tolist()]},
         group=group,
-        mask=[int(place in sampled) for place in range(start, length)],
-        log_ratio=None if log_ratio is None else [*log_ratio.tolist(), *[0.0] * (length - end)],
         score=score,
         truncated=turn < side.num_turns and side.truncated[turn],
         columns={name: value for name, value in side.columns.items() if name != "user_turns"},

@@ -10,7 +10,6 @@ Left out: templates that rewrite earlier turns, tools, and a KV cache kept betwe
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, cast
@@ -22,7 +21,7 @@ from lightrlhf.cli.errors import UsageError
 from lightrlhf.cli.fields import at_least, flag
 from lightrlhf.cli.groups import RewardArgs, SamplingArgs
 from lightrlhf.data import flat
-from lightrlhf.data.batch import mix_seed, seeded_noise
+from lightrlhf.data.batch import mix_seed, noise_by_row
 from lightrlhf.data.flat import Facts, FlatRows, Rows
 from lightrlhf.data.rendering import render
 from lightrlhf.data.splits import Row, check_vocabulary, load_split
@@ -30,7 +29,7 @@ from lightrlhf.data.tokens import decode, encode_text
 from lightrlhf.data.turn_ends import turn_end
 from lightrlhf.data.types import Tokenizer
 from lightrlhf.generation.samplers import Sampler, local_sampler
-from lightrlhf.models.roles import Policy, vocabulary_size
+from lightrlhf.models.roles import Policy, max_positions, vocabulary_size
 from lightrlhf.rewards.encoding import Messages, Sample
 from lightrlhf.rewards.scorers import GroupScorer
 
@@ -69,6 +68,10 @@ class Dialogue:
     @property
     def awaits_reply(self) -> bool:
         return self.messages[-1]["role"] == "user" and not self.full
+
+    def turn_seed(self, seed: int) -> int:
+        """Seed of what is said next, by either speaker."""
+        return mix_seed(seed, self.index, self.num_turns)
 
     def turn_ids(self, turn: int) -> list[int]:
         """The sampled ids of an assistant turn, counted from 0."""
@@ -214,16 +217,6 @@ class User(Protocol):
 
 
 # --------------------------------------------------------------------------------------------------------- roll-outs
-def noise_of(seed: int, dialogue: Dialogue, max_new_tokens: int) -> torch.Tensor:
-    """(max_new_tokens,) uniform numbers for a dialogue's next reply."""
-    return seeded_noise(mix_seed(seed, dialogue.index, dialogue.num_turns), max_new_tokens)
-
-
-def max_positions(policy: Policy) -> float:
-    """Positions of a model; infinite when its config has no limit."""
-    return getattr(policy.model.config, "max_position_embeddings", None) or math.inf
-
-
 def roll_out(
     policy: Policy,
     tokenizer: Tokenizer,
@@ -255,9 +248,7 @@ def roll_out(
                 rolled[i] = replace(rolled[i], full=True)
         active = [i for i in find_unfinished() if rolled[i].awaits_reply]
         prompts = [rolled[i].input_ids for i in active]
-        rows = [noise_of(seed, rolled[i], args.max_new_tokens) for i in active]
-        noise = torch.stack(rows) if rows else torch.zeros(0, args.max_new_tokens)  # (A, max_new_tokens)
-        replies = sample(prompts, noise)
+        replies = sample(prompts, noise_by_row([rolled[i].turn_seed(seed) for i in active], args.max_new_tokens))
         if replies is None:
             return rolled
         for i, ids, truncated in zip(active, replies.responses, replies.truncated):

@@ -66,10 +66,7 @@ def prompt_ids(rows: Sequence[Row]) -> list[list[int]]:
 
 def sampled_batch(prompts: Sequence[list[int]], sampled: Completions, pad_id: int) -> SampledBatch:
     """Prompts with their responses, and the log-probabilities that they were sampled with."""
-    batch = response_batch(prompts, sampled.responses, pad_id)
-    logprobs = torch.zeros(batch.action_mask.shape)  # (B, T-1)
-    logprobs[batch.action_mask] = torch.tensor([value for row in sampled.logprobs for value in row])
-    return batch.extend(SampledBatch, logprobs=logprobs)
+    return response_batch(prompts, sampled.responses, pad_id).sampled(sampled.logprobs)
 
 
 def make_rollout(

@@ -111,9 +111,14 @@ class ServedPolicy:
         columns = (completions.responses[mine], completions.logprobs[mine], completions.truncated[mine])
         return Completions(*columns, removed_mass=0.0), self.step - step
 
-    def sample_any(self, request: Request) -> Completions | None:
+    def sample_any(self, request: Request, allowed: Sequence[list[int]] | None = None) -> Completions | None:
         """The responses to a request, of which a rank may have none; None when no rank has a prompt."""
-        return self.sample(request)[0] if self.ranks.total(len(request.prompts)) else None
+        return self.sample(request, allowed=allowed)[0] if self.ranks.total(len(request.prompts)) else None
+
+    def wait_for_others(self, allowed: Sequence[list[int]] | None = None) -> None:
+        """Take part in what other ranks ask until none has a prompt left; allowed: empty where they give it."""
+        while self.sample_any(Request([], torch.empty(0, self.args.max_new_tokens)), allowed):
+            pass
 
     def publish(self) -> Target:
         """Give servers the weights of the current step, unless they have them; all ranks call it together."""

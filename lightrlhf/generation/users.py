@@ -14,15 +14,15 @@ from lightrlhf.cli.errors import RunFailure
 from lightrlhf.cli.fields import at_least, flag, positive
 from lightrlhf.cli.functions import load_function
 from lightrlhf.cli.groups import FrozenArgs, SamplingArgs
-from lightrlhf.data.batch import mix_seed
+from lightrlhf.data.batch import noise_by_row
 from lightrlhf.data.splits import Row
 from lightrlhf.data.tokens import decode, encode_prompt
 from lightrlhf.data.types import Tokenizer
-from lightrlhf.generation.dialogues import Dialogue, User, max_positions, noise_of
+from lightrlhf.generation.dialogues import Dialogue, User
 from lightrlhf.generation.engine import generate
 from lightrlhf.generation.openai_client import RemoteArgs, Servers
 from lightrlhf.models.loading import load_policy
-from lightrlhf.models.roles import Policy
+from lightrlhf.models.roles import Policy, max_positions
 from lightrlhf.models.tokenizer import end_ids, load_tokenizer
 from lightrlhf.rewards.encoding import Messages
 
@@ -75,7 +75,7 @@ class ScriptedUser:
     def __call__(self, dialogues: Sequence[Dialogue], seed: int) -> list[str | None]:
         names = {name for dialogue in dialogues for name in dialogue.columns}
         columns = {name: [dialogue.columns.get(name) for dialogue in dialogues] for name in names}
-        seeds = [mix_seed(seed, dialogue.index, dialogue.num_turns) for dialogue in dialogues]
+        seeds = [dialogue.turn_seed(seed) for dialogue in dialogues]
         try:
             texts = self.function([dialogue.messages for dialogue in dialogues], seeds, **columns)
         except Exception as problem:  # whatever a user's function raises
@@ -106,7 +106,7 @@ class ModelUser:
         fitting = [i for i, prompt in enumerate(prompts) if len(prompt) <= longest]
         questions: list[str | None] = [None] * len(dialogues)
         if fitting:
-            noise = torch.stack([noise_of(seed, dialogues[i], self.args.max_new_tokens) for i in fitting])
+            noise = noise_by_row([dialogues[i].turn_seed(seed) for i in fitting], self.args.max_new_tokens)
             ends, slots = end_ids(self.tokenizer, self.policy.model), self.num_slots
             chosen = [prompts[i] for i in fitting]
             replies = generate(self.policy, chosen, self.args, ends, noise, slots, self.tokenizer)
@@ -130,7 +130,7 @@ class ServedUser:
                     "messages": [{"role": "user", "content": instruction(dialogue.messages)}],
                     "max_tokens": self.max_new_tokens,
                     "temperature": self.temperature,
-                    "seed": mix_seed(seed, dialogue.index, dialogue.num_turns) % 2**31,
+                    "seed": dialogue.turn_seed(seed) % 2**31,
                 }
 
         questions = []

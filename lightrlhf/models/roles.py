@@ -9,6 +9,7 @@ Left out: encoder-decoder models, value heads of more than one layer.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
@@ -366,6 +367,11 @@ def scalar_inputs(batch: Batch) -> dict[str, Any]:
     """Arguments of `ScalarModel.forward` for a batch, on the host."""
     own = batch.on_host
     return {"input_ids": own.input_ids, "attention_mask": own.attention_mask, "group": own.group}
+
+
+def max_positions(policy: Policy) -> float:
+    """Positions of a model; infinite when its config has no limit."""
+    return getattr(policy.model.config, "max_position_embeddings", None) or math.inf
 
 
 def vocabulary_size(module: Role) -> int:

@@ -203,6 +203,27 @@ def rollout_row(
     }
 
 
+def turns_row(
+    tokenizer: Tokenizer,
+    ids: list[int],
+    spans: list[tuple[int, int]],
+    numbers: dict[str, list[list[float]]],
+    **facts: Any,
+) -> Row:
+    """Ids with sampled turns [start, end) as a row of the file, whose response begins with the first turn.
+
+    numbers: by name a number for each token of each turn, 0 elsewhere; facts: as in `rollout_row`.
+    """
+    first = spans[0][0] if spans else len(ids)
+    by_turn: dict[str, list[list[float]]] = {"mask": [[1] * (end - start) for start, end in spans], **numbers}
+    for name, values in by_turn.items():
+        facts[name] = [0] * len(ids)
+        for (start, end), own in zip(spans, values):
+            facts[name][start:end] = own
+        del facts[name][:first]
+    return rollout_row(tokenizer, ids[:first], ids[first:], **facts)
+
+
 def round_number(value: float | None) -> float | None:
     """A number to `DIGITS` significant digits; None for one that is not finite, which JSON cannot hold."""
     if value is None or not math.isfinite(value):

@@ -19,7 +19,6 @@ from lightrlhf.generation.dialogues import (
     as_row,
     from_row,
     load_dialogues,
-    noise_of,
     roll_out,
     score_turns,
     user_turn_ids,
@@ -101,8 +100,8 @@ def test_what_is_said_does_not_depend_on_company_or_on_the_turn_it_starts_from(p
     lengths = rolled(policy, tokenizer, apart, num_turns=[3, 1, 2, 3])
     assert [row.num_turns for row in lengths] == [3, 1, 2, 3]
     assert rolled(policy, tokenizer, apart, seed=6) != whole
-    noises = [noise_of(5, row, 4).tolist() for row in (whole[0], whole[1], whole[0].before(1), whole[0].before(2))]
-    assert len({tuple(noise) for noise in noises}) == 4  # by dialogue and by turn
+    seeds = [row.turn_seed(5) for row in (whole[0], whole[1], whole[0].before(1), whole[0].before(2))]
+    assert len({*seeds}) == 4  # by dialogue and by turn
     renumbered = [Dialogue(**{**vars(row), "index": 9}) for row in openings(tokenizer)[:1]]
     assert rolled(policy, tokenizer, renumbered)[0].input_ids != whole[0].input_ids
 
