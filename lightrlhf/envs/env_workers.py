@@ -109,17 +109,22 @@ class EnvPool:
         """End an episode whose policy's side failed, with its process; there is no result."""
         self._forget(self.playing[episode])
 
-    def results(self) -> Iterator[tuple[int, Result]]:
-        """Episodes and their results as they come, until all that can go on waits for the caller."""
+    def results(self, linger: float = math.inf) -> Iterator[tuple[int, Result]]:
+        """Episodes and their results as they come, until all that can go on waits for the caller.
+
+        linger: seconds after a result in which the next one must come, else what still runs is left for another call.
+        """
+        end = math.inf
         while True:
             self._dispatch()
             while self.ready:
                 yield self.ready.popleft()
                 self._dispatch()
+                end = time.monotonic() + linger
             busy = [worker for worker in self.workers if worker.request is not None]
-            if not busy:
+            if not busy or time.monotonic() >= end:
                 return
-            self._listen(busy)
+            self._listen(busy, end)
 
     def _submit(self, episode: int, request: tuple[Any, ...]) -> None:
         if request[0] != "reset" and episode not in self.playing:
@@ -153,9 +158,9 @@ class EnvPool:
         for _ in range(min(resets - starting, self.size - len(self.workers))):
             self.workers.append(EnvWorker(self.spec))
 
-    def _listen(self, busy: list[EnvWorker]) -> None:
-        """Wait for the first of the busy processes to answer, to end, or to be late."""
-        pause = min((worker.deadline for worker in busy), default=0.0) - time.monotonic()
+    def _listen(self, busy: list[EnvWorker], end: float = math.inf) -> None:
+        """Wait for the first of the busy processes to answer, to end, or to be late, at most until `end`."""
+        pause = min([end, *(worker.deadline for worker in busy)]) - time.monotonic()
         heard = wait([worker.connection for worker in busy], min(max(pause, 0.0), GLANCE))
         for worker in busy:
             if worker.connection in heard:

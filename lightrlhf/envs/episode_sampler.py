@@ -111,7 +111,7 @@ class EpisodeSampler(RolloutSampler):
         if self.sessions:
             self.sessions.play(episodes)
             return 0.0
-        removed = play(episodes, self.pool, self._sample, self.tokenizer, self.limits)
+        removed = play(episodes, self.pool, self._sample, self.tokenizer, self.limits, self.run.args.lockstep)
         if self.served:
             self.served.wait_for_others()  # whose episodes may be longer
         return removed

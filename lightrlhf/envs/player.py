@@ -82,7 +82,8 @@ class Player:
             for row in rows
             for k in range(args.num_generations)
         ]
-        play(episodes, self.pool, partial(sample_turns, self.policy, tokenizer, args), tokenizer, self.limits)
+        sample = partial(sample_turns, self.policy, tokenizer, args)
+        play(episodes, self.pool, sample, tokenizer, self.limits, args.lockstep)
         batch, _, contexts = episode_batch(episodes, tokenizer.pad_token_id)
         assert batch.episode is not None
         sampled = Completions([], [], [is_cut(episodes[i]) for i in batch.episode.tolist()], 0.0)

@@ -1,8 +1,10 @@
 """Episodes of several turns with tools or an environment, played together, exact to the token.
 
 An episode's ids are kept as they were read and sampled (`conversations`). All episodes that wait for a turn are sampled
-in one call of the engine, then their environments answer, each in its own process: turns move in lock-step, so that
-what is sampled depends on no clock. Environments that are fewer than the episodes are used one episode after another.
+in one call of the engine, then their environments answer, each in its own process. In lock-step a call waits for all
+answers, so that what is sampled depends on no clock. Else it takes those that are there, and no episode waits for the
+slowest tool: the clock decides which episodes share a call, and so their last bits, but each has its own noise.
+Environments that are fewer than the episodes are used one episode after another.
 
 An episode ends by a stop reason:
 
@@ -13,12 +15,14 @@ An episode ends by a stop reason:
     env_crashed, env_timeout   a call of the policy took the environment's process down
     fault                      the environment's own side failed: there is no reward, which is never 0
 
-Left out: episodes that move on one by one, compaction of a context that is full, and reasoning in replies to an
-environment without tools.
+Left out: turns that join a call of the engine that has begun, compaction of a context that is full, and reasoning in
+replies to an environment without tools.
 """
 
 from __future__ import annotations
 
+import math
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -39,6 +43,7 @@ Result = list[Message] | Answer | float | None | Fault
 CUT = ("truncated", "turns", "tokens", "context")  # stop reasons of episodes that could have gone on
 STOP_REASONS = ("done", "answer", *CUT, "template", "env_crashed", "env_timeout", "fault")
 LONGEST_NAME = 40  # characters of a tool's name in the logs
+LINGER = 0.1  # of the time of a call of the engine, in which answers still join the next one
 BROKEN = ("env_crashed", "env_timeout")  # stop reasons after which there is no environment to ask
 
 
@@ -63,8 +68,11 @@ class Pool(Protocol):
     def drop(self, episode: int) -> None:
         """End an episode without an outcome; there is no result."""
 
-    def results(self) -> Iterator[tuple[int, Result]]:
-        """What was asked for, as it comes, until nothing runs; a reset may wait for an episode to end."""
+    def results(self, linger: float = math.inf) -> Iterator[tuple[int, Result]]:
+        """What was asked for, as it comes, until nothing runs; a reset may wait for an episode to end.
+
+        linger: seconds after a result in which the next one must come, else what still runs is left for another call.
+        """
 
 
 class Limits(NamedTuple):
@@ -161,13 +169,22 @@ def called(message: Message) -> list[str]:
 Sample = Callable[[Sequence[Episode], Sequence[Plan]], Completions]  # the next turn of each episode
 
 
-def play(episodes: Sequence[Episode], pool: Pool, sample: Sample, tokenizer: Tokenizer, limits: Limits) -> float:
+def play(
+    episodes: Sequence[Episode],
+    pool: Pool,
+    sample: Sample,
+    tokenizer: Tokenizer,
+    limits: Limits,
+    lockstep: bool = True,
+) -> float:
     """Play episodes to their end; returns the mean probability that top-k, top-p and min-p removed.
 
+    lockstep: turns wait for all environments; else for a first one, and those that follow it soon.
     Raises: UsageError when the chat template refuses a prompt, or it does not fit into the model; RunFailure when the
     pool neither answers nor has anything to do.
     """
     removed = tokens = 0.0
+    linger = math.inf if lockstep else 0.0
 
     def shorten(message: Message) -> Message:
         return shortened(tokenizer, message, limits.observation)
@@ -175,7 +192,7 @@ def play(episodes: Sequence[Episode], pool: Pool, sample: Sample, tokenizer: Tok
     for number, one in enumerate(episodes):
         pool.reset(number, one.seed, one.prompt.get("columns", {}))
     while any(before := [one.waits_for for one in episodes]):
-        for number, result in pool.results():
+        for number, result in pool.results(linger):
             episodes[number].take(result, shorten, pool.gives_reward)
             if episodes[number].fault and not isinstance(result, Fault):  # of which its process does not know
                 pool.drop(number)
@@ -195,7 +212,10 @@ def play(episodes: Sequence[Episode], pool: Pool, sample: Sample, tokenizer: Tok
             if before == [one.waits_for for one in episodes]:
                 raise RunFailure(f"episodes wait for environments that do not answer: {Counter(filter(None, before))}")
             continue
+        started = time.monotonic()
         sampled = sample([episodes[number] for number in plans], [*plans.values()])
+        if not lockstep:
+            linger = LINGER * (time.monotonic() - started)
         count = sum(map(len, sampled.responses))
         removed, tokens = removed + sampled.removed_mass * count, tokens + count
         turns = zip(sampled.responses, sampled.logprobs, sampled.truncated)

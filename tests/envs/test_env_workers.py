@@ -1,5 +1,6 @@
 """The pool of environments: episodes in waves, seeds, hostile tools; each failure is counted while the pool goes on."""
 
+import time
 from contextlib import contextmanager
 
 import pytest
@@ -287,3 +288,22 @@ WRONG_SPECS = [
 def test_what_cannot_be_made_is_one_line_that_names_the_flag(spec, words):
     with error_naming(UsageError, words), pool_of(spec):
         pass
+
+
+@pytest.mark.slow
+def test_results_are_taken_as_far_as_they_are_there(tmp_path):
+    """What still runs is given by a later call, and an answer is not late for having waited to be read."""
+    with pool_of(EnvSpec(tools=(f"{HOSTILE}:wait_for",)), size=2) as pool:
+        for number in range(2):
+            pool.reset(number, 1, {})
+        assert {number for number, _ in pool.results()} == {0, 1}
+        for number, path in enumerate((tmp_path / "file", "")):
+            pool.step(number, say(call("wait_for", path=str(path))))
+        assert [number for number, _ in pool.results(linger=0.0)] == [1]
+        (tmp_path / "file").touch()
+        pool.step(1, say(call("wait_for", path="")))
+        assert {number for number, _ in pool.results(linger=9.0)} == {0, 1}
+        pool.step(0, say(call("wait_for", path="")))
+        time.sleep(1.1 * LIMIT)
+        ((number, answer),) = pool.results(linger=0.0)
+        assert number == 0 and answer.messages[0]["content"] == "waited" and not answer.done

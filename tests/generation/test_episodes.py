@@ -119,7 +119,8 @@ def check_random_episodes(tokenizer, tools: bool, rng: random.Random) -> None:
     writer = Writer(tokenizer, schemas, rng)
     pool = LocalPool(lambda: Answers(schemas, rng), size=5, order=1)
     episodes = [new_episode(tokenizer) for _ in range(20)]
-    play(episodes, pool, writer, tokenizer, NO_LIMITS)
+    for half, lockstep in ((episodes[:10], True), (episodes[10:], False)):
+        play(half, pool, writer, tokenizer, NO_LIMITS, lockstep)
     assert any(one.num_turns > 1 for one in episodes) and not pool.envs
     for one in episodes:
         rows = [*rows_of(one)]
@@ -130,6 +131,26 @@ def check_random_episodes(tokenizer, tools: bool, rng: random.Random) -> None:
             assert {*mask[turn.start : turn.end]} <= {turn.number + 1}
         assert sum(sum(map(bool, mask)) for _, mask, _ in rows) == sum(len(ids) for _, ids in writer.seen[one])
         assert all(len(logprobs) == sum(map(bool, mask)) for _, mask, logprobs in rows)
+
+
+def test_one_by_one_nobody_waits_and_each_episode_is_as_in_lock_step():
+    """An answer that is there is not left waiting, and another one is not waited for."""
+    found, sizes = {}, {}
+    for lockstep in (True, False):
+        sizes[lockstep] = []
+
+        def sample(episodes, plans, seen=sizes[lockstep]) -> Completions:
+            seen.append(len(plans))
+            assert len({id(one) for one in episodes}) == len(plans) and all(one.waits_for == "turn" for one in episodes)
+            return says("hello", "no", "well")(episodes, plans)
+
+        pool = LocalPool(lambda: Told(3), size=6, order=3)
+        episodes = [new_episode(KIND.tokenizer) for _ in range(8)]
+        play(episodes, pool, sample, KIND.tokenizer, NO_LIMITS, lockstep)
+        found[lockstep] = [(one.messages, one.facts(), [row.ids for row in one.conversation.rows]) for one in episodes]
+        assert not pool.envs and not pool.asked
+    assert found[True] == found[False] and sum(sizes[True]) == sum(sizes[False]) == 24
+    assert sizes[True][0] == 6 and len(sizes[False]) > len(sizes[True])
 
 
 # ------------------------------------------------------------------------------------------------- how an episode ends

@@ -1,5 +1,6 @@
 """Episodes of tests: environments in this process, whose answers come in any order, and all episodes of four words."""
 
+import math
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -40,7 +41,8 @@ class LocalPool:
         self.asked.append((episode, name, values))
         self.log.append(self.asked[-1])
 
-    def results(self) -> Iterator[tuple[int, Any]]:
+    def results(self, linger: float = math.inf) -> Iterator[tuple[int, Any]]:
+        """In any order; with a finite `linger` some, at least one."""
         while ready := [one for one in self.asked if one[0] in self.envs or len(self.envs) < self.size]:
             one = self.order.choice(ready) if len(self.envs) >= self.size or self.order.random() < 0.5 else ready[0]
             self.asked.remove(one)
@@ -55,6 +57,8 @@ class LocalPool:
             if name == "finish" or isinstance(result, Fault) or broke:
                 del self.envs[episode]
             yield episode, result
+            if linger < math.inf and self.order.random() < 0.3:
+                return
 
 
 class Told:

@@ -24,6 +24,17 @@ def echo(text: str) -> str:
     return text
 
 
+def wait_for(path: str) -> str:
+    """Wait for a file.
+
+    Args:
+        path: of it, or nothing.
+    """
+    while path and not os.path.exists(path):
+        time.sleep(0.01)
+    return "waited"
+
+
 def hostile(deed: str) -> str:
     """Do a hostile thing.
 

@@ -81,6 +81,17 @@ def test_environments_in_processes_of_their_own_are_played_in_waves_and_resume_b
     assert read_jsonl(folder / "rollouts.jsonl") == rows and weights(last_checkpoint(folder)) == end
 
 
+@pytest.mark.parametrize("name", [KEEPS, REWRITES])
+def test_episodes_one_by_one_are_those_of_lock_step_and_replay_from_their_record(name, pools, tmp_path):
+    """Each has its own noise. The last bits depend on which share a call, and the recorded ids give them again."""
+    known, rollout = (rollout_of(name, tmp_path / str(lockstep), lockstep=lockstep) for lockstep in (True, False))
+    assert rollout.input_ids.equal(known.input_ids) and rollout.action_mask.equal(known.action_mask)
+    assert rollout.columns == known.columns and rollout.turn.equal(known.turn)
+    again = score_logprobs(Policy(model_of(name)), rollout, 1.0, 4)
+    for other in (known.logprobs, again):
+        torch.testing.assert_close(rollout.logprobs, other, atol=1e-5, rtol=0)
+
+
 def shouting(prompts, completions, messages, episode, **columns):
     """A reward that sees the whole dialogue and what happened."""
     assert all(one[0]["role"] == "user" and one[-1]["role"] == "assistant" for one in messages)

@@ -86,6 +86,8 @@ class EpisodeArgs(Args):
     """Processes on each rank, with an environment each; more episodes are played in waves."""
     env_timeout: float = positive(60.0, show="rarely")
     """Seconds of one call of the environment, after which its process is ended."""
+    lockstep: bool = flag(True, show="rarely")
+    """Wait for all environments before the next turns, so that runs resume bitwise; else slow ones delay no other."""
 
     def _check(self) -> None:
         if self.env and self.tools:
