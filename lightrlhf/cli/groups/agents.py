@@ -36,7 +36,9 @@ NOT_YET: dict[str, Any] = {
 NOT_BY_PROGRAMS: dict[str, Any] = {
     **NOT_YET,
     **dict.fromkeys(("env", "tools", "mcp", "max_turns", "max_episode_tokens", "max_observation_tokens"), ...),
-    **dict.fromkeys(("eos_ids", "stop_strings", "resample_rounds", "overlong_filter", "missing_eos_penalty"), ...),
+    **dict.fromkeys(
+        ("lockstep", "eos_ids", "stop_strings", "resample_rounds", "overlong_filter", "missing_eos_penalty"), ...
+    ),
     **{"importance_sampling_level": "sequence", "aggregation": "constant", "advantage": "none"},
 }
 NOT_BY_TURN: dict[str, Any] = {"normalize_each_reward": True, "advantage": "maxrl"}
