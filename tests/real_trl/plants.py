@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 from trl import DPOTrainer, GRPOTrainer, SFTTrainer
+from trl.trainer import dpo_trainer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +26,7 @@ class Plant:
     options: dict[str, Any] = field(default_factory=dict)
     before: Callable[[Any], None] = lambda trainer: None
     after: Callable[[Any], None] = lambda trainer: None
-    patch: tuple[type, str, Callable[[Any], Any]] | None = None  # of a class, until training has begun
+    patch: tuple[Any, str, Callable[[Any], Any]] | None = None  # of a class or module, until training has ended
 
     @contextlib.contextmanager
     def around(self) -> Iterator[None]:
@@ -325,12 +326,6 @@ def adapters_kept(*given: Any, **options: Any) -> Iterator[None]:
     yield
 
 
-def reference_with_adapters(trainer: Any) -> None:
-    import trl.trainer.dpo_trainer as module
-
-    module.use_adapter = adapters_kept
-
-
 def dropout_on(trainer: Any) -> None:
     for layer in trainer.model.model.layers:
         layer.mlp.down_proj = torch.nn.Sequential(torch.nn.Dropout(0.2), layer.mlp.down_proj)
@@ -343,7 +338,13 @@ REFERENCE = (
     "the reference moved",
 )
 plant("dpo: reference is the policy", "trl#1500", "dpo/pair", "the reference is the policy", before=reference_is_policy)
-plant("dpo: adapters on in the reference", "trl#354", "dpo/lora", REFERENCE[0], before=reference_with_adapters)
+plant(
+    "dpo: adapters on in the reference",
+    "trl#354",
+    "dpo/lora",
+    REFERENCE[0],
+    patch=(dpo_trainer, "use_adapter", lambda original: adapters_kept),
+)
 plant(
     "dpo: stored reference of other rows",
     "liquid-finetune#42",
