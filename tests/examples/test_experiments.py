@@ -24,6 +24,7 @@ from examples.experiments import (
     hidden_map,
     macro_actions,
     online_cafe,
+    other_tokenizer,
     real_dialogues,
     real_reasoning,
     reasoning,
@@ -233,7 +234,10 @@ FLAGS = {
         *(reward_hack.GRPO | reward_hack.QUIET, reasoning.GRPO, real_reasoning.GRPO, real_dialogues.GRPO),
         *agents.ARMS.values(),
     ],
-    "lightrlhf.distill": [distilled_cafe.ARMS[f"distill by {name}"][1] for name in ("position", "sequence")],
+    "lightrlhf.distill": [
+        *(distilled_cafe.ARMS[f"distill by {name}"][1] for name in ("position", "sequence")),
+        *(other_tokenizer.ARMS[name][1] for name in ("response", "to go")),
+    ],
     "lightrlhf.dpo": [online_cafe.DPO, real_dialogues.DPO],
     "lightrlhf.online_dpo": [online_cafe.ONLINE, hidden_map.ONLINE, *hidden_map.ARMS.values()],
     "lightrlhf.iterative_refuel": [
@@ -337,6 +341,21 @@ def test_sampling_on_a_server_is_compared_with_the_local_engine(tmp_path, capsys
     ]
     assert rows[2]["gold"] == rows[0]["gold"] and rows[3]["first_kl"] < 1e-9
     assert "gold, own minus local: +0.000" in capsys.readouterr().out
+
+
+@pytest.mark.thorough
+def test_a_teacher_with_another_tokenizer_is_compared_and_resumes(tmp_path, capsys):
+    words = ["--smoke", "True", "--seeds", "1", "--output_dir", str(tmp_path)]
+    other_tokenizer.main(words)
+    rows = read_jsonl(tmp_path / "results.jsonl")
+    assert [row["arm"] for row in rows if row["seed"]] == [*other_tokenizer.ARMS]
+    assert len(rows) == (len(other_tokenizer.RATES) + 1) * len(other_tokenizer.ARMS) and ORIGIN <= rows[-1].keys()
+    start = {row["arm"]: row["curve"][0] for row in rows if row["seed"]}
+    assert start["response"]["kl"] == start["SFT on texts"]["kl"] != start["same tokenizer"]["kl"]
+    assert min(min(one["kl"], one["kl_of_teacher"]) for one in start.values()) > 0  # of an untrained student
+    other_tokenizer.main(words)
+    assert read_jsonl(tmp_path / "results.jsonl") == rows
+    assert "to go > response: did NOT hold" in capsys.readouterr().out
 
 
 def test_what_pairing_by_seed_saves():
