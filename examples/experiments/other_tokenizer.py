@@ -55,6 +55,7 @@ from examples.experiments.distilled_cafe import (
     teacher_of,
     write_teacher_data,
 )
+from examples.experiments.log_ratio import log_ratio
 from examples.experiments.readings import Curve, at_equal_samples_and_time, compare, each
 from examples.experiments.records import FIVE, Row, best_rate, common_seeds, kept_rows, made_by, results
 from examples.experiments.small_models import write_model
@@ -63,13 +64,9 @@ from examples.programs import logged, made
 from lightrlhf import distill, evaluate, generate, quickstart, sft
 from lightrlhf.cli.errors import one_line_errors
 from lightrlhf.cli.fields import Args, at_least, flag
-from lightrlhf.cli.groups import FrozenArgs
 from lightrlhf.cli.parser import parse
-from lightrlhf.data.batch import response_batch
 from lightrlhf.data.schema import IGNORE_INDEX
 from lightrlhf.data.splits import save_split
-from lightrlhf.generation.rollout import score_logprobs
-from lightrlhf.models.loading import load_policy
 from lightrlhf.models.tokenizer import load_tokenizer, store_tokenizer
 from lightrlhf.rewards.encoding import Encoding, samples_of_row
 from lightrlhf.storage.checkpoint import checkpoints
@@ -246,8 +243,8 @@ def read(folder: Path, arm: str, seed: int, smoke: bool, model: str) -> Row:
     found = evaluated(folder, arm, seed, smoke, model, "test")
     said = made(own / "says.txt", lambda: sampled(folder, SAME, seed, smoke, teacher, own / "says.jsonl"))
     values = {"gold": found["gold"], "reward": found["reward"], "length": found["mean_length"]}
-    values["kl"] = log_ratio(sampled(folder, arm, seed, smoke, model, own / "read.jsonl"), model, teacher)
-    return values | {"kl_of_teacher": log_ratio(Path(said), teacher, model)}
+    values["kl"] = ratio(sampled(folder, arm, seed, smoke, model, own / "read.jsonl"), model, teacher)
+    return values | {"kl_of_teacher": ratio(Path(said), teacher, model)}
 
 
 def sampled(folder: Path, arm: str, seed: int, smoke: bool, model: str, output: Path) -> Path:
@@ -259,16 +256,13 @@ def sampled(folder: Path, arm: str, seed: int, smoke: bool, model: str, output: 
     return output
 
 
-def log_ratio(path: Path, sampler: str, other: str) -> float:
-    """Mean over responses of their log-probability by the sampler less that of their texts by another model, nats."""
-    rows, totals = read_jsonl(path), []
+def ratio(path: Path, sampler: str, other: str) -> float:
+    """`log_ratio` of two models on one's responses, each with its own tokens of their texts."""
+    rows, said = read_jsonl(path), []
     for name in (sampler, other):
-        tokenizer = load_tokenizer(None, name)
-        prompts, responses = zip(*(encoded(Encoding(tokenizer), row) for row in rows))
-        batch = response_batch(prompts, responses, int(tokenizer.pad_token_id))
-        policy = load_policy(name, FrozenArgs(), tokenizer)
-        totals.append(float(score_logprobs(policy, batch, 1.0, 128).sum()))  # of the actions, 0 elsewhere
-    return (totals[0] - totals[1]) / len(rows)
+        encoding = Encoding(load_tokenizer(None, name))
+        said.append((name, [encoded(encoding, row) for row in rows]))
+    return log_ratio(*said)
 
 
 # ---------------------------------------------------------------------------------------------------------- results
