@@ -7,7 +7,7 @@ from types import ModuleType
 import pytest
 
 from datasets_prep.cafe.pretrain_base import BASE_DIR
-from examples.experiments import real_dialogues, real_model, real_reasoning, verified
+from examples.experiments import real_dialogues, real_distillation, real_model, real_reasoning, verified
 from lightrlhf.storage.jsonl import read_jsonl
 
 TINY = ["--model_name", str(BASE_DIR), "--precision", "32-true", "--smoke", "True"]
@@ -58,6 +58,23 @@ def test_arms_are_compared_on_the_seeds_that_both_have():
     assert held == {"GRPO > base", "GRPO > RAFT"} and len(claims) == 9
 
 
+@pytest.mark.parametrize("reached, held", [(0.35, True), (0.25, False)])
+def test_a_student_is_compared_with_what_grpo_gained(reached, held, capsys):
+    read = dict.fromkeys(("greedy", "pass_8"), 0.5) | {"kl": 0.0, "length": 2.0, "items": 9}
+    rows = [made("base", 0, pass_1=0.2, **read)]
+    for seed in (1, 2, 3):
+        steps = [{"step": step, "pass_1": reached + seed / 1000} | read for step in real_distillation.READ_AT]
+        rows += [made("GRPO", seed, pass_1=0.4 + seed / 1000, **read)]
+        rows += [made("distilled", seed) | {"read": steps, "kl_to_teacher": 0.1, "kl_of_teacher": 0.2}]
+    claims = real_distillation.show_results(rows)
+    assert claims == {
+        "12 steps: more than half of the gain": held,
+        "12 steps: distilled > base": True,
+        "24 steps: more than half of the gain": held,
+    }
+    assert real_distillation.show_results(rows[:5]) == {} and "of the gain" in capsys.readouterr().out
+
+
 def test_a_finished_run_is_not_trained_again(tmp_path):
     program = ModuleType("lightrlhf.fake")
     program.main = lambda words: words[words.index("--log_dir") + 1]
@@ -90,6 +107,22 @@ def test_reasoning_runs_and_a_second_call_runs_nothing_again(tmp_path, monkeypat
     assert not list((tmp_path / "runs").iterdir())
     monkeypatch.setattr(real_reasoning, "in_own_process", None)
     assert real_reasoning.main(flags) == claims
+
+
+@pytest.mark.thorough
+def test_an_adapter_is_distilled_and_a_second_call_runs_nothing_again(tmp_path, monkeypatch):
+    pytest.importorskip("reasoning_gym")
+    flags = [*TINY, "--output_dir", str(tmp_path), "--seeds", "7"]
+    claims = real_distillation.main(flags)
+    rows = read_jsonl(tmp_path / "results.jsonl")
+    assert [(row["arm"], row["seed"]) for row in rows] == [("base", 0), ("GRPO", 7), ("distilled", 7)]
+    assert (
+        [one["step"] for one in rows[2]["read"]] == [1]
+        and rows[2]["curve"]
+        and not list((tmp_path / "runs/7").glob("*"))
+    )
+    monkeypatch.setattr(real_distillation, "in_own_process", None)
+    assert real_distillation.main(flags) == claims
 
 
 @pytest.mark.thorough

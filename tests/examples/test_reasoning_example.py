@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from examples.experiments import reasoning, verified
+from examples.experiments import hinted_reasoning, reasoning, verified
 from lightrlhf.storage.jsonl import read_jsonl
 
 pytest.importorskip("reasoning_gym")
@@ -53,3 +53,33 @@ def test_it_runs_and_a_second_call_runs_nothing_again(tmp_path, monkeypatch, cap
     monkeypatch.setattr(reasoning, "run_job", None)
     assert reasoning.main(flags) == claims
     assert not list((tmp_path / "runs").iterdir())
+
+
+def test_a_hint_is_a_step_of_the_way():
+    asked = "State the final answer to the following arithmetic problem: 3 - 9 + 4 ="
+    assert hinted_reasoning.hint_of("chain_sum", asked) == "-6 + 4"
+    asked = "How many 1 bits are there in the binary representation of the number 300?"
+    assert hinted_reasoning.hint_of("count_bits", asked) == "100101100"
+
+
+@pytest.mark.parametrize("hinted, held", [(0.5, True), (0.3, False)])
+def test_a_hint_is_compared_with_grpo_and_the_base(hinted, held):
+    read = {"cpu_seconds": 1.0, "kl": 0.1, "kl_of_teacher": 0.1}
+    rows = [row("chain_sum", "base", 0, 0.2) | {"with_hints": 0.8}]
+    for seed in (1, 2, 3):
+        for arm, accuracy in (("hint", hinted), ("GRPO", 0.4), ("labels", 0.6)):
+            rows.append(row("chain_sum", arm, seed, accuracy + seed / 100) | read)
+    claims = hinted_reasoning.show_results(rows, ["chain_sum"])
+    assert claims == {"chain_sum: hint > GRPO": held, "chain_sum: hint > base": True}
+
+
+@pytest.mark.thorough
+def test_hints_run_and_a_second_call_runs_nothing_again(tmp_path, monkeypatch):
+    flags = ["--output_dir", str(tmp_path), "--smoke", "True", "--tasks", "chain_sum", "--seeds", "7"]
+    claims = hinted_reasoning.main(flags)
+    rows = read_jsonl(tmp_path / "results.jsonl")
+    assert [one["arm"] for one in rows if one["seed"]] == [*hinted_reasoning.ARMS]
+    assert len([one for one in rows if "score" in one]) == len(hinted_reasoning.ARMS) * len(hinted_reasoning.RATES)
+    assert all(one["kl"] > 0 and one["kl_of_teacher"] > 0 for one in rows if one["seed"])  # the teacher reads more
+    monkeypatch.setattr(hinted_reasoning, "run_job", None)
+    assert hinted_reasoning.main(flags) == claims
