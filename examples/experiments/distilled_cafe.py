@@ -31,54 +31,40 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import torch
-
-from datasets_prep.cafe.pretrain_base import BASE_DIR
-from examples.experiments.cafe_methods import COMMON, GROUPED, METHODS, RESPONSES, prepared
+from examples.experiments.cafe_methods import COMMON, GROUPED, RESPONSES, prepared
+from examples.experiments.cafe_students import (
+    EIGHT,
+    MEASURES,
+    ON_TEACHER,
+    READ_AT,
+    READ_PROMPTS,
+    SAMPLING,
+    SMOKE_PROMPTS,
+    STUDENT,
+    STUDENT_SFT,
+    TEACHER_RATE,
+    read_steps,
+    student_of,
+    teacher_of,
+    write_teacher_data,
+)
 from examples.experiments.readings import Curve, at_equal_samples_and_time
 from examples.experiments.records import FIVE, Row, best_rate, common_seeds, made_by, results
-from examples.experiments.small_models import write_model
 from examples.experiments.stats import interval, paired, report_claims, shown, shown_gap
 from examples.programs import logged, made
-from lightrlhf import distill, evaluate, generate, grpo, sft
+from lightrlhf import distill, evaluate, grpo, sft
 from lightrlhf.cli.errors import one_line_errors
 from lightrlhf.cli.fields import Args, at_least, flag
 from lightrlhf.cli.parser import parse
-from lightrlhf.data.schema import IGNORE_INDEX
-from lightrlhf.data.splits import save_split
-from lightrlhf.models.tokenizer import load_tokenizer, store_tokenizer
 from lightrlhf.storage.checkpoint import checkpoints
-from lightrlhf.storage.jsonl import read_jsonl
 from lightrlhf.storage.results import print_table
 
-READ_AT, SMOKE_READ_AT = (12, 24, 48), (1, 2)  # updates; the last is the end
-READ_PROMPTS, SMOKE_PROMPTS = 128, 8  # that a checkpoint answers
 RATES = [3e-4, 1e-3, 3e-3]
-TEACHER_RATE = 1e-3  # of PPO, as `critic_free_cafe` chose it
-STUDENT = {  # a quarter of the teacher's parameters
-    "hidden_size": 64,
-    "intermediate_size": 192,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 2,
-    "max_position_embeddings": 2048,
-    "tie_word_embeddings": True,
-}
-STUDENT_SFT = {"epochs": 4, "learning_rate": 2e-3, "lr_warmup_steps": 20, "eval_interval": 0}
-BATCHES = {"mini_batch_size": RESPONSES, "micro_batch_size": RESPONSES}
-SCHEDULE = {name: COMMON[name] for name in ("accelerator", "logger", "lr_scheduler_type", "lr_warmup_steps")}
-SAMPLING = SCHEDULE | BATCHES | {"max_new_tokens": 96, "rollout_mini_batch_size": RESPONSES}
-EIGHT = {"num_generations": 8, "rollout_size": RESPONSES // 8}
 ARMS: dict[str, tuple[ModuleType, dict[str, Any]]] = {
     "distill by position": (distill, SAMPLING | {"rollout_size": RESPONSES}),
     "distill by sequence": (distill, SAMPLING | EIGHT | {"objective": "sequence"}),
     "GRPO": (grpo, COMMON | GROUPED),
-    "SFT on the teacher": (sft, SCHEDULE | BATCHES | {"use_targets": True, "epochs": 9}),
-}
-MEASURES = {
-    "gold": "gold score",
-    "kl": "KL(student || teacher)",
-    "kl_of_teacher": "KL(teacher || student)",
-    "length": "tokens of a response",
+    "SFT on the teacher": (sft, ON_TEACHER),
 }
 
 
@@ -131,54 +117,6 @@ def main(argv: list[str] | None = None) -> dict[str, bool]:
 
 
 # ------------------------------------------------------------------------------------------------------------- runs
-def read_steps(smoke: bool) -> tuple[int, ...]:
-    return SMOKE_READ_AT if smoke else READ_AT
-
-
-def teacher_of(folder: Path, seed: int, smoke: bool) -> str:
-    """The café's PPO policy of a seed, trained once."""
-    own = folder / f"seed-{seed}"
-    data, start, reward = prepared(own, seed, smoke)
-    program, flags, rate = METHODS["PPO"]
-    where = {"data_dir": data, "sft_experiment_dir": start, "rm_experiment_dir": reward, "seed": seed}
-    where |= {"log_dir": own / "logs" / "teacher", "max_steps": read_steps(smoke)[-1], rate: TEACHER_RATE}
-    log = own / "output.txt"
-    return made(own / "teacher.txt", lambda: logged(log, program, **where, **COMMON, **flags, eval_interval=0))
-
-
-def student_of(folder: Path, seed: int, smoke: bool) -> str:
-    """The student that every arm of a seed starts from: SFT of random weights on the demonstrations, trained once."""
-    own = folder / f"seed-{seed}"
-    data = prepared(own, seed, smoke)[0]
-    steps = {"max_steps": 1} if smoke else {}
-
-    def train() -> str:
-        model = write_model(own / "student", seed, load_tokenizer(None, str(BASE_DIR)), STUDENT)
-        where = {"data_dir": data, "model_name": model, "seed": seed, "log_dir": own / "logs" / "student"}
-        flags = {"accelerator": "cpu", "mini_batch_size": 32, "micro_batch_size": 32, "use_targets": True}
-        return logged(own / "output.txt", sft, **where, **flags, **STUDENT_SFT, **steps)
-
-    return made(own / "student.txt", train)
-
-
-def write_teacher_data(folder: Path, seed: int, smoke: bool) -> str:
-    """Demonstrations by the teacher, one a prompt; returns their folder."""
-    own = folder / f"seed-{seed}"
-    data, output = prepared(own, seed, smoke)[0], own / "teacher.jsonl"
-    flags = {"max_new_tokens": 96, "rollout_mini_batch_size": RESPONSES, "accelerator": "cpu", "seed": seed}
-    where = {"model_name": teacher_of(folder, seed, smoke), "data_dir": data, "output_file": output}
-    count = RESPONSES * read_steps(smoke)[-1]
-    logged(own / "output.txt", generate, **where, **flags, num_prompts=count, split="train")
-    rows = []
-    for row in read_jsonl(output):
-        prompt, response = row["prompt_ids"], row["response_ids"][0]
-        targets = torch.tensor([IGNORE_INDEX] * len(prompt) + response)
-        rows.append({"prompt_len": len(prompt), "input_ids": [*prompt, *response], "targets": targets})
-    save_split(own / "data" / "teacher", "finetune", "train", rows)
-    store_tokenizer(load_tokenizer(data, None), own / "data" / "teacher")
-    return str(own / "data" / "teacher")
-
-
 def trained(folder: Path, arm: str, seed: int, rate: float, smoke: bool) -> tuple[str, float]:
     """The experiment dir of one run, and its processor seconds."""
     own, steps = folder / f"seed-{seed}", read_steps(smoke)

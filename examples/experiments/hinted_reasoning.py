@@ -10,9 +10,9 @@ two tasks, half of it with hints, so that it reads them; none of the ranges cont
 
 `hint` and `GRPO` draw the same 16,384 samples, eight to each of 32 prompts in 64 steps. The learning rate of each arm
 is the best of three on seed 0 and chain_sum, by the share of validation items that a greedy response solves, and is
-used for both tasks. Read on 250 test items without hints: the share that a greedy response solves; for `hint`, in nats
-a response, KL(policy || teacher) on the policy's samples and KL(teacher || policy) on the teacher's. The share that the
-base solves with hints is the teacher's.
+used for both tasks. Read on the test items (250 and 179) without hints: the share that a greedy response solves; for
+`hint`, in nats a response, KL(policy || teacher) on the policy's samples and KL(teacher || policy) on the teacher's.
+The share that the base solves with hints is the teacher's.
 
 Written down before the runs: on each task the hint is better than the base, and than GRPO at equal samples (95%
 intervals of differences over three seeds, not adjusted). Results are stored as they come: the same command resumes
@@ -35,7 +35,7 @@ from typing import Any
 import torch
 
 from examples.experiments.log_ratio import log_ratio
-from examples.experiments.reasoning import BASE, CPU, GRPO, LONGEST, PHRASES, SFT, SIZES, TASKS, write_data
+from examples.experiments.reasoning_tasks import BASE, CPU, GRPO, LONGEST, PHRASES, SFT, SIZES, TASKS, write_data
 from examples.experiments.records import Row, best_rate, common_seeds, made_by, now, results, spent
 from examples.experiments.small_models import phrase_tokenizer, write_model
 from examples.experiments.stats import paired, report_claims, shown, shown_gap

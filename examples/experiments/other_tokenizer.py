@@ -40,11 +40,11 @@ import torch
 
 from datasets_prep.cafe import prepare_data
 from datasets_prep.cafe.tokenizer import train_tokenizer
-from examples.experiments import distilled_cafe
 from examples.experiments.cafe_methods import RESPONSES, prepared
-from examples.experiments.distilled_cafe import (
+from examples.experiments.cafe_students import (
     EIGHT,
     MEASURES,
+    ON_TEACHER,
     READ_PROMPTS,
     SAMPLING,
     SMOKE_PROMPTS,
@@ -81,7 +81,7 @@ ARMS: dict[str, tuple[ModuleType, dict[str, Any]]] = {
     "response": (distill, K1),
     "to go": (distill, K1 | {"text_return": "to_go"}),
     SAME: (distill, K1),
-    TEXTS: distilled_cafe.ARMS["SFT on the teacher"],
+    TEXTS: (sft, ON_TEACHER),
 }
 SAMPLED = {"max_new_tokens": 96, "rollout_mini_batch_size": 128, "accelerator": "cpu"}  # when a policy is read
 
@@ -297,7 +297,7 @@ def show_kept(rows: list[Row], arms: list[str]) -> None:
     """Print the differences to the rows that the repository keeps of `distilled_cafe`."""
     kept = [row for row in kept_rows("distilled_cafe") if row["seed"]]
     gold = each(lambda row: float(row["curve"][-1]["gold"]))
-    for arm, other in product(arms, distilled_cafe.ARMS):
+    for arm, other in product(arms, dict.fromkeys(row["arm"] for row in kept)):
         found = compare([*rows, *kept], arm, other, gold)
         if found:
             print(f"  gold at equal samples, {arm} minus {other} of distilled_cafe: {shown_gap(found.gap)}")

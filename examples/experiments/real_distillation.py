@@ -24,20 +24,20 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from examples.experiments.log_ratio import log_ratio
-from examples.experiments.real_model import COMMON, ENOUGH, MODEL, in_own_process, seconds_of, trained
-from examples.experiments.real_reasoning import (
+from examples.experiments.real_model import COMMON, ENOUGH, in_own_process, seconds_of, trained
+from examples.experiments.real_tasks import (
     CANDIDATES,
     FORMAT,
     GRPO,
     MEASURES,
     RATE,
     SHAPE,
-    RealReasoningArgs,
+    RealArgs,
     measures,
     write_base,
     write_data,
@@ -47,7 +47,7 @@ from examples.experiments.stats import interval, report_claims, shown, shown_gap
 from examples.experiments.verified import curve_of
 from lightrlhf import distill, grpo
 from lightrlhf.cli.errors import one_line_errors
-from lightrlhf.cli.fields import Args, random_seed
+from lightrlhf.cli.fields import random_seed
 from lightrlhf.cli.parser import parse
 from lightrlhf.storage.checkpoint import checkpoints
 from lightrlhf.storage.jsonl import read_jsonl
@@ -62,35 +62,29 @@ KLS = {"kl_to_teacher": "KL(student || teacher)", "kl_of_teacher": "KL(teacher |
 
 
 @dataclass(frozen=True, kw_only=True)
-class RealDistillationArgs(Args):
+class RealDistillationArgs(RealArgs):
     """Distil the adapter that GRPO trained on a real model into its base."""
 
     output_dir: str = "real_distillation"
     """Folder for data, logs and results; finished arms in it are kept, and begun ones gone on with."""
-    model_name: str = MODEL
-    """Instruct model that all runs start from."""
     seeds: list[int] | None = random_seed(None)
     """Seeds to run; 1 to 5 by default."""
-    precision: Literal["32-true", "bf16-mixed"] = "bf16-mixed"
-    """Precision of training."""
-    smoke: bool = False
-    """Run every stage for a moment only, to test that it works; the results mean nothing."""
 
 
 @one_line_errors
 def main(argv: list[str] | None = None) -> dict[str, bool]:
     """Run what has no result yet; returns which claims hold."""
     args = parse(RealDistillationArgs, argv)
-    folder, own = Path(args.output_dir).resolve(), {"precision": args.precision, "smoke": args.smoke}
-    of_base = RealReasoningArgs(model_name=args.model_name, **own)
-    settings: Row = {"model": args.model_name, "task": CANDIDATES[TASK], "format": FORMAT, "read_at": READ_AT} | own
-    base = write_base(folder, of_base)
+    folder = Path(args.output_dir).resolve()
+    settings: Row = {"model": args.model_name, "precision": args.precision, "smoke": args.smoke}
+    settings |= {"task": CANDIDATES[TASK], "format": FORMAT, "read_at": READ_AT}
+    base = write_base(folder, args)
     jobs = [("base", 0), *((arm, seed) for seed in args.seeds or FIVE for arm in ("GRPO", "distilled"))]
     with results("real_distillation", folder, settings | {"grpo": GRPO, "student": STUDENT}) as writer:
         done = {(row["arm"], row["seed"]) for row in writer.rows}
         for job in jobs:
             if job not in done:
-                writer.append(in_own_process(run_arm, folder, of_base, base, *job))
+                writer.append(in_own_process(run_arm, folder, args, base, *job))
                 if job[0] == "distilled":  # gigabytes; the rows have all that is used
                     shutil.rmtree(folder / "runs" / str(job[1]), ignore_errors=True)
         rows = writer.rows
@@ -100,7 +94,7 @@ def main(argv: list[str] | None = None) -> dict[str, bool]:
 
 
 # -------------------------------------------------------------------------------------------------------------- runs
-def run_arm(folder: Path, args: RealReasoningArgs, base: str, arm: str, seed: int) -> Row:
+def run_arm(folder: Path, args: RealArgs, base: str, arm: str, seed: int) -> Row:
     """Train an arm, and measure it on held-out items."""
     torch.set_num_threads(1)
     work, num_train = folder / "runs" / str(seed), 16 if args.smoke else SHAPE.prompts

@@ -25,94 +25,67 @@ before any run of an arm.
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from datasets_prep.gsm8k import prepare_data as gsm8k
-from datasets_prep.reasoning_gym import prepare_data
-from examples.experiments.real_model import COMMON, ENOUGH, MODEL, in_own_process, seconds_of, trained
+from examples.experiments.real_model import ENOUGH, in_own_process, seconds_of, trained
+from examples.experiments.real_tasks import (
+    CANDIDATES,
+    FORMAT,
+    GRPO,
+    MEASURES,
+    SHAPE,
+    TRAIN,
+    RealArgs,
+    mean,
+    mean_length,
+    measures,
+    write_base,
+    write_data,
+)
 from examples.experiments.records import FIVE, results
 from examples.experiments.stats import paired, report_claims, shown, shown_gap
 from examples.experiments.verified import Shape, curve_of, run_raft, sampled, scores_of
-from examples.programs import logged
-from lightrlhf import evaluate, grpo, sft
+from lightrlhf import grpo
 from lightrlhf.cli.calls import call
 from lightrlhf.cli.errors import one_line_errors
-from lightrlhf.cli.fields import Args, flag, random_seed
+from lightrlhf.cli.fields import flag, random_seed
 from lightrlhf.cli.parser import parse
 from lightrlhf.data.splits import load_split
 from lightrlhf.maths.ops import wilson_interval
 from lightrlhf.rewards.verifiers import numeric_answer
 from lightrlhf.storage.jsonl import JsonlWriter
 from lightrlhf.storage.results import print_table
-from lightrlhf.storage.writing import write_text
 
-CANDIDATES: dict[str, dict[str, Any]] = {
-    "chain_sum": {"min_terms": 2, "max_terms": 2, "min_digits": 2, "max_digits": 2},
-    "products": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2},
-    "simple_equations": {
-        **{"operators": ["+", "-"], "operators_weights": [0.5, 0.5], "min_terms": 2, "max_terms": 2},
-        **{"min_value": 1, "max_value": 50},
-    },
-    "gcd": {"min_value": 2, "max_value": 100},
-    "letter_counting": {"min_words": 2, "max_words": 4},
-    "spell_backward": {"min_word_len": 3, "max_word_len": 5},
-    "leg_counting": {"min_animals": 1, "max_animals": 2, "min_instances": 1, "max_instances": 9},
-    "number_sequence": {"min_terms": 4, "max_terms": 6, "max_complexity": 1},
-}
 TASKS = ["letter_counting", "gcd"]  # .246 and .129 in the trials, the only two between 10% and 70%
-SHAPE = Shape(prompts=384, iterations=4, k=8, longest=16)
-PROMPTS = 8  # of a step of GRPO
-NUM_HELD_OUT, NUM_KL, NUM_TRIED, NUM_FORMAT = 200, 100, 64, 32
-RATE = 2e-4
-TRAIN = COMMON | {"eval_interval": 0, "learning_rate": RATE}
-FORMAT = TRAIN | {"epochs": 2, "mini_batch_size": 16, "micro_batch_size": 16, "save_interval": 8}
+NUM_TRIED = 64  # items of a candidate in the trials
 RAFT = TRAIN | {"epochs": 1, "mini_batch_size": 16, "micro_batch_size": 16, "save_interval": 1000}
-GRPO = TRAIN | {
-    "max_steps": SHAPE.prompts // PROMPTS,
-    "num_generations": SHAPE.k,
-    "rollout_size": PROMPTS,
-    "rollout_mini_batch_size": PROMPTS * SHAPE.k,
-    "mini_batch_size": PROMPTS * SHAPE.k,
-    "micro_batch_size": PROMPTS * SHAPE.k,
-    "max_new_tokens": SHAPE.longest,
-    "reward_function": "examples.experiments.verified:solved",
-    "lr_warmup_steps": 4,
-    "save_interval": 8,
-}
 ARMS = ("base", "RAFT", "GRPO")
-MEASURES = {"greedy": "greedy", "pass_1": "pass@1", "pass_8": "pass@8", "kl": "KL, nats", "length": "tokens"}
 COMMONEST = "commonest response"  # its share of the samples; rows of before the first seed was read have none
 Row = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
-class RealReasoningArgs(Args):
+class RealReasoningArgs(RealArgs):
     """Compare GRPO with RAFT on a real pretrained model."""
 
     output_dir: str = "real_reasoning"
     """Folder for data, logs and results; finished arms in it are kept, and begun ones gone on with."""
-    model_name: str = MODEL
-    """Instruct model that all runs start from."""
     seeds: list[int] | None = random_seed(None)
     """Seeds to run; 1 to 5 by default."""
     tasks: list[str] | None = flag(None, choices=CANDIDATES)
     """Tasks to run; the two chosen ones by default."""
-    precision: Literal["32-true", "bf16-mixed"] = "bf16-mixed"
-    """Precision of training."""
     trials: bool = False
     """Measure how often the base solves training items of each candidate instead."""
     gsm8k_file: str | None = None
     """GSM8K's problems as JSON lines; measure the instruct model on 200 of them instead."""
-    smoke: bool = False
-    """Run every stage for a moment only, to test that it works; the results mean nothing."""
 
 
 @one_line_errors
@@ -153,27 +126,7 @@ def main(argv: list[str] | None = None) -> dict[str, bool]:
     return claims
 
 
-# ------------------------------------------------------------------------------------------------------------- data
-def write_data(folder: Path, args: RealReasoningArgs, tasks: Sequence[str], num_train: int, seed: int) -> str:
-    """Prepare items of tasks once, in `folder`; returns it."""
-    if not (folder / "args.json").is_file():
-        config = folder.with_suffix(".json")
-        config.parent.mkdir(parents=True, exist_ok=True)
-        write_text(config, json.dumps({task: CANDIDATES[task] for task in tasks}))
-        flags = {"answer_format": "alone", "num_samples": num_train, "num_held_out": NUM_HELD_OUT, "num_proc": 1}
-        where = {"destination_dir": folder, "tokenizer_name": args.model_name, "task_config": config, "seed": seed}
-        logged(folder.parent / "output.txt", prepare_data, tasks=list(tasks), **where, **flags)
-    return str(folder)
-
-
-def write_base(folder: Path, args: RealReasoningArgs) -> str:
-    """Train the base once: the instruct model after SFT on short answers to all candidates; returns its run."""
-    few = {"max_steps": 1, "epochs": None} if args.smoke else {}
-    data = write_data(folder / "data" / "format", args, list(CANDIDATES), 2 if args.smoke else NUM_FORMAT, seed=2)
-    flags = FORMAT | {"model_name": args.model_name, "data_dir": data, "precision": args.precision, "seed": 0}
-    return trained(folder / "base", sft, **flags | few)
-
-
+# ------------------------------------------------------------------------------------------------------------- arms
 def try_task(folder: Path, args: RealReasoningArgs, base: str, task: str) -> Row:
     """How often the base solves training items of a task that no run sees."""
     data = write_data(folder / "data" / f"{task}-tried", args, [task], NUM_TRIED, seed=3)
@@ -184,7 +137,6 @@ def try_task(folder: Path, args: RealReasoningArgs, base: str, task: str) -> Row
     return {"task": task, "pass_1": sum(scores) / len(scores), "length": mean_length(rows)}
 
 
-# ------------------------------------------------------------------------------------------------------------- arms
 def run_arm(folder: Path, args: RealReasoningArgs, base: str, task: str, arm: str, seed: int) -> Row:
     """Train an arm on a task, and measure it on held-out items."""
     torch.set_num_threads(1)
@@ -208,32 +160,6 @@ def run_arm(folder: Path, args: RealReasoningArgs, base: str, task: str, arm: st
 def work_of(folder: Path, task: str, arm: str, seed: int) -> Path:
     """Folder of an arm until its row is written."""
     return folder / "runs" / f"{task}-{arm}-{seed}"
-
-
-def measures(work: Path, args: RealReasoningArgs, policy: str, base: str, data: str, num_train: int) -> Row:
-    """What is read of a policy on test items; all policies get the same sampling noise."""
-    count = 4 if args.smoke else NUM_HELD_OUT
-    where = {"data_dir": data, "split": "test", "num_prompts": count}
-    greedy = sampled(policy, work / "greedy.jsonl", SHAPE, do_sample=False, **where)
-    drawn = sampled(policy, work / "drawn.jsonl", SHAPE, num_generations=SHAPE.k, **where)
-    right = [scores_of(row) for row in drawn]
-    found: Row = {"items": len(greedy), "greedy": mean([scores_of(row)[0] for row in greedy])}
-    found |= {"pass_1": mean([mean(one) for one in right]), "pass_8": mean([max(one) for one in right])}
-    texts = Counter(text for row in drawn for text in row["responses"])
-    found |= {"length": mean_length(drawn), "commonest": max(texts.values()) / sum(texts.values())}
-    few = {"num_samples": 4 if args.smoke else NUM_KL, "max_new_tokens": SHAPE.longest, "rollout_mini_batch_size": 32}
-    models = {"model_name": [policy], "reference_dir": base, "data_dir": data, "accelerator": "cpu"}
-    (result,) = logged(work / "output.txt", evaluate, **models, **few)
-    return found | {"kl": result["kl"]}
-
-
-def mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
-
-
-def mean_length(rows: Sequence[Row]) -> float:
-    """Mean number of tokens of the responses."""
-    return mean([len(ids) for row in rows for ids in row["response_ids"]])
 
 
 def run_gsm8k(folder: Path, args: RealReasoningArgs) -> Row:
