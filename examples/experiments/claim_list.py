@@ -303,4 +303,38 @@ REAL_MODEL = Section(
         for task in ("letter_counting", "gcd")
     ),
 )
-SECTIONS = (WITHOUT_A_CRITIC, RELATIVES, MACRO_ACTIONS, ONLINE, REFUEL, REFLECT_RL, REAL_MODEL)
+POSITION = "distill by position"  # claims about `distilled_cafe` were listed after its rows, which say them all
+DISTILLATION = Section(
+    title="distillation",
+    claims=tuple(
+        Claim(
+            says=says,
+            measure="café, gold score after 3,072 samples",
+            experiment=experiment,
+            arm=arm,
+            control=control,
+            read=gold_at_end,
+        )
+        for says, experiment, arm, control in (
+            ("on-policy distillation is better than RL", "distilled_cafe", POSITION, "GRPO"),
+            ("and than SFT on the teacher's samples", "distilled_cafe", POSITION, "SFT on the teacher"),
+            ("the KL of responses is better than of positions", "distilled_cafe", "distill by sequence", POSITION),
+            ("another tokenizer: words on are better than the response", "other_tokenizer", "to go", "response"),
+            ("and than SFT on the teacher's texts", "other_tokenizer", "to go", "SFT on texts"),
+        )
+    )
+    + tuple(
+        Claim(
+            says="a hint to oneself is better than GRPO",
+            measure=f"`{task}`, right greedy answers after 16,384 samples",
+            experiment="hinted_reasoning",
+            where={"task": task},
+            arm="hint",
+            control="GRPO",
+            read=column("accuracy"),
+        )
+        for task in ("chain_sum", "count_bits")
+    ),
+    not_measurable=("summaries, translation and mathematics, teachers of billions of parameters",),
+)
+SECTIONS = (WITHOUT_A_CRITIC, RELATIVES, MACRO_ACTIONS, ONLINE, REFUEL, REFLECT_RL, REAL_MODEL, DISTILLATION)
