@@ -10,8 +10,9 @@ A step attends to the first columns of the slab, a bucket of them; the mask hide
 the first busy row are dropped where a smaller bucket then suffices. Noise comes from outside, as for all slots.
 
 The first step of a shape runs eagerly and allocates memory, which a capture may not; the second is captured, the
-others are replayed. Graphs last for one call: under autocast they read casts of weights that do not outlive it. The
-engine's trial of an architecture compares a replayed step with the model's own log-probabilities, too.
+others are replayed. Graphs of slots last for one call: under autocast they read casts of weights that do not outlive
+it. The engine's trial of an architecture compares a replayed step with the model's own log-probabilities, too. Steps of
+an open batch are captured by `paged`, and last as long as the weights.
 
 The steps are tested on the CPU, where they run as they are; `make gpu` captures them.
 
@@ -37,6 +38,7 @@ from lightrlhf.data.types import PreTrainedModel
 from lightrlhf.generation.slots import SlabLayer, Slots
 from lightrlhf.models.sharding import is_sharded
 
+Shape = tuple[int, int]  # rows, columns
 DEVICES = {"cuda"}  # where slots have buckets, until a capture fails
 LEAST_COLUMNS = 64  # of a bucket
 
@@ -62,20 +64,47 @@ class BucketLayer(SlabLayer):
         return self.columns, 0
 
 
-class BucketedSlots(Slots):
-    """Slots whose steps have few shapes and fixed addresses, so that they can be captured.
+class Captured:
+    """Steps of few shapes. steps: how many each shape (rows, columns) has had; graphs: the captured ones."""
 
-    steps: how many each shape (slots, columns) has had; graphs: the captured ones.
-    """
+    def allow_captures(self, device: torch.device) -> None:
+        self.steps: Counter[Shape] = Counter()
+        self.graphs: dict[Shape, torch.cuda.CUDAGraph] = {}
+        self.captures, self.kind = device.type == "cuda", device.type
+
+    def run(self, shape: Shape, compute: Callable[[], None]) -> None:
+        """Compute a step of a shape, by its graph from its second one on."""
+        self.steps[shape] += 1
+        if self.captures and self.steps[shape] == 2:
+            self._capture(shape, compute)
+        if shape in self.graphs:
+            self.graphs[shape].replay()
+        else:
+            compute()
+
+    def _capture(self, shape: Shape, compute: Callable[[], None]) -> None:
+        pool = next((graph.pool() for graph in self.graphs.values()), None)  # one for all: they never run together
+        try:
+            self.graphs[shape] = capture(compute, pool)
+        except RuntimeError as problem:
+            self.stop_captures(problem)
+
+    def stop_captures(self, problem: Exception) -> None:
+        """Go on eagerly after a failure; later calls have no buckets."""
+        self.captures = False
+        DEVICES.discard(self.kind)
+        note(f"decoding steps are not captured, and slower for it: {first_line(problem)}")
+
+
+class BucketedSlots(Captured, Slots):
+    """Slots whose steps have few shapes and fixed addresses, so that they can be captured."""
 
     layer_type = BucketLayer
     layers: Sequence[BucketLayer]
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.steps: Counter[tuple[int, int]] = Counter()
-        self.graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
-        self.captures = self.device.type == "cuda"
+        self.allow_captures(self.device)
         self.column = torch.zeros(1, dtype=torch.int64, device=self.device)
         for layer in self.layers:
             layer.column = self.column
@@ -96,14 +125,7 @@ class BucketedSlots(Slots):
         """Decode one token in every slot."""
         if self.layers[0].end == self.layers[0].columns:
             self._choose_columns()
-        shape = len(self.row), self.layers[0].columns
-        self.steps[shape] += 1
-        if self.captures and self.steps[shape] == 2:
-            self._capture(shape)
-        if shape in self.graphs:
-            self.graphs[shape].replay()
-        else:
-            self._compute()
+        self.run((len(self.row), self.layers[0].columns), self._compute)
         for layer in self.layers:
             layer.end += 1
 
@@ -128,16 +150,6 @@ class BucketedSlots(Slots):
         self._decode(self.mask[:, : self.layers[0].columns])
         self.column += 1
 
-    def _capture(self, shape: tuple[int, int]) -> None:
-        """Capture the step of a shape; where that fails, this call goes on eagerly, and later ones have no buckets."""
-        pool = next((graph.pool() for graph in self.graphs.values()), None)  # one for all: they never run together
-        try:
-            self.graphs[shape] = capture(self._compute, pool)
-        except RuntimeError as problem:
-            self.captures = False
-            DEVICES.discard(self.device.type)
-            note(f"decoding steps are not captured, and slower for it: {first_line(problem)}")
-
 
 def note(text: str) -> None:
     """Print a line about the speed of decoding, once for each machine."""
@@ -153,11 +165,15 @@ def capture(step: Callable[[], None], pool: Any = None) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def slots_type(model: PreTrainedModel) -> type[Slots]:
-    """The slots for a model: with buckets where its steps can be captured."""
+def can_capture(model: PreTrainedModel) -> bool:
+    """Whether a model's steps have buckets."""
     if model.device.type not in DEVICES or not getattr(model, "_can_compile_fullgraph", False):
-        return Slots
+        return False
     from torch.distributed.fsdp import FSDPModule
 
-    sharded = is_sharded(model) or any(isinstance(module, FSDPModule) for module in model.modules())
-    return Slots if sharded else BucketedSlots
+    return not is_sharded(model) and not any(isinstance(module, FSDPModule) for module in model.modules())
+
+
+def slots_type(model: PreTrainedModel) -> type[Slots]:
+    """The slots for a model: with buckets where its steps can be captured."""
+    return BucketedSlots if can_capture(model) else Slots

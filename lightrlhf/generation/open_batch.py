@@ -1,8 +1,6 @@
 """A batch whose rows come and go: a turn computes and samples a token of each, and reads pieces of prompts.
 
 Rows have their own sampling settings; those with equal ones are sampled together, as rollouts are.
-
-Left out: captured steps (`graphs`).
 """
 
 from __future__ import annotations

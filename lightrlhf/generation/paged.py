@@ -3,14 +3,14 @@
 Each row has its own columns, in blocks of the cache (`blocks`), so rows need not begin together, and the model and its
 adapters share one cache. On a CPU the common architectures run over packed weights and read the blocks where they lie
 (`cpu.paged`). For others a step gathers the keys and values of its rows, right-aligned, for the model's own forward
-pass, and reads each prompt by itself.
+pass, and reads each prompt by itself. On CUDA such steps have few shapes and are captured (`graphs`).
 
-Left out: captured steps (`graphs`); attention kernels that read blocks.
+Left out: attention kernels that read blocks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,13 +18,15 @@ import torch
 from torch import Tensor
 
 from lightrlhf import cpu
+from lightrlhf.cli.errors import UsageError
 from lightrlhf.cpu import Piece
 from lightrlhf.data.batch import to_device
 from lightrlhf.data.types import PreTrainedModel
 from lightrlhf.generation.blocks import Blocks
+from lightrlhf.generation.graphs import BucketedSlots, Captured, Shape, can_capture
 from lightrlhf.generation.prefix_cache import make_cache
 from lightrlhf.generation.slots import SlabLayer
-from lightrlhf.models.architecture import trial_ids
+from lightrlhf.models.architecture import is_close, trial_ids
 from lightrlhf.models.forward import cache_inputs, position_inputs
 from lightrlhf.models.frozen import activation_dtype
 
@@ -39,7 +41,7 @@ class Pages:
 
     def __init__(self, runner: Runner, num_bytes: int, most: int) -> None:
         sample = runner.make_layers(1, lambda shape, dtype: torch.empty(shape, dtype=dtype, device="meta"))
-        self.bytes_of_block = sum(t.numel() * t.itemsize for layer in sample for t in (layer.keys, layer.values))
+        self.bytes_of_block = sum(t[0].numel() * t.itemsize for layer in sample for t in (layer.keys, layer.values))
         count = min(num_bytes // self.bytes_of_block, -(-most // sample[0].block))
         if count < 1:
             raise ValueError(f"a KV cache of {num_bytes} bytes has no room for {sample[0].block} tokens")
@@ -125,26 +127,82 @@ class ModelRunner:
 
     def _forward(self, pieces: Sequence[Piece], layers: Sequence[PooledLayer]) -> Tensor:
         """Logits (R, V) after pieces of as many tokens each."""
-        model, device, size = self.model, self.model.device, PLAIN_BLOCK
-        count = len(pieces[0].ids)
-        ids = to_device(torch.tensor([[*piece.ids] for piece in pieces]), device)  # (R, n)
-        starts = to_device(torch.tensor([piece.start for piece in pieces]), device)
-        longest = max(len(piece.blocks) for piece in pieces)
-        blocks = torch.tensor([[*piece.blocks] + [0] * (longest - len(piece.blocks)) for piece in pieces])
-        table = to_device(blocks, device)
-        width = max(piece.start for piece in pieces) + count
-        tokens = torch.arange(width, device=device) - width + count + starts[:, None]  # (R, C), right-aligned
+        width = max(piece.start for piece in pieces) + len(pieces[0].ids)
+        inputs = self._inputs(pieces, max(len(piece.blocks) for piece in pieces))
+        return self._logits(*inputs, width, make_cache(self.model, layers))
+
+    def _inputs(self, pieces: Sequence[Piece], num_blocks: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Ids (R, n), tokens before them (R,), and blocks of each row (R, num_blocks)."""
+        blocks = [[*piece.blocks[:num_blocks]] + [0] * (num_blocks - len(piece.blocks)) for piece in pieces]
+        listed = [[*piece.ids] for piece in pieces], [piece.start for piece in pieces], blocks
+        ids, starts, table = (to_device(torch.tensor(one), self.model.device) for one in listed)
+        return ids, starts, table
+
+    def _logits(self, ids: Tensor, starts: Tensor, table: Tensor, width: int, cache: Any) -> Tensor:
+        """Logits (R, V) after ids (R, n), which attend to `width` columns. The host reads nothing."""
+        count = ids.shape[1]
+        tokens = torch.arange(width, device=ids.device) - width + count + starts[:, None]  # (R, C), right-aligned
         mask, tokens = tokens >= 0, tokens.clamp(min=0)
-        index = table.gather(1, tokens // size) * size + tokens % size  # (R, C) of the cache
-        for layer in layers:
+        index = table.gather(1, tokens // PLAIN_BLOCK) * PLAIN_BLOCK + tokens % PLAIN_BLOCK  # (R, C) of the cache
+        for layer in cache.layers:
             layer.use(index, count)
-        return model(
+        return self.model(
             input_ids=ids,
             attention_mask=mask.long(),
-            **position_inputs(model, tokens[:, -count:]),
-            **cache_inputs(model, make_cache(model, layers)),
+            **position_inputs(self.model, tokens[:, -count:]),
+            **cache_inputs(self.model, cache),
             logits_to_keep=1,
         ).logits[:, -1]
+
+
+class BucketedRunner(Captured, ModelRunner):
+    """A model's own forward pass whose steps have few shapes and fixed addresses, so that they can be captured.
+
+    A step may be repeated, since it writes the same keys and values again: so each captured one is compared with the
+    eager step. Rows that fill a bucket share one more block, behind the last of `Blocks`.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__(model)
+        self.allow_captures(model.device)
+        self.inputs: dict[Shape, tuple[Tensor, Tensor, Tensor]] = {}  # as `_inputs`, where they stay
+        self.logits: dict[Shape, Tensor] = {}
+
+    def make_layers(self, count: int, zeros: Any) -> list[PooledLayer]:
+        layers = super().make_layers(count + 1, zeros)
+        for layer in layers:
+            layer.is_compileable = True
+        return layers
+
+    def step(self, pieces: Sequence[Piece], layers: Sequence[PooledLayer], rows: Sequence[Any]) -> Tensor:
+        """As `Runner`; the logits are good until the next step."""
+        width = BucketedSlots.columns_for(max(piece.start for piece in pieces) + 1)
+        shape = BucketedSlots.slots_for(len(pieces)), width
+        idle = Piece([0], 0, [len(layers[0].keys) - 1])
+        filled = [*pieces, *[idle] * (shape[0] - len(pieces))]
+        found = self._inputs(filled, -(-width // PLAIN_BLOCK))
+        kept = self.inputs.setdefault(shape, found)
+        for old, new in zip(kept, found):
+            old.copy_(new)
+        cache = make_cache(self.model, layers)
+
+        def compute() -> None:
+            self.logits[shape] = self._logits(*kept, width, cache)
+
+        self.run(shape, compute)
+        logits = self.logits[shape]
+        if self.steps[shape] == 2 and shape in self.graphs:
+            expected = self._logits(*kept, width, cache)
+            if not is_close(logits, expected, self.model):
+                self.graphs.clear()
+                self.stop_captures(UsageError("a replayed step gives other logits"))
+                logits = expected
+        return logits[: len(pieces)]
+
+    def _capture(self, shape: Shape, compute: Callable[[], None]) -> None:
+        torch.clear_autocast_cache()  # the graph outlives the casts of this turn, so it makes its own
+        super()._capture(shape, compute)
+        torch.clear_autocast_cache()
 
 
 class PooledLayer(SlabLayer):
@@ -179,4 +237,6 @@ class PooledLayer(SlabLayer):
 def make_runner(model: PreTrainedModel) -> PackedRunner | ModelRunner:
     """The runner of a model with its active adapters, and of the weights of this moment."""
     decoder = cpu.pack_decoder(model, cpu.LEAST_STEPS, activation_dtype(model))
-    return ModelRunner(model) if decoder is None else PackedRunner(decoder)
+    if decoder is not None:
+        return PackedRunner(decoder)
+    return BucketedRunner(model) if can_capture(model) else ModelRunner(model)

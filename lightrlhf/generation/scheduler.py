@@ -14,7 +14,7 @@ request with the same prompt.
 A row's noise is its own, but its bits are not: products with weights may round otherwise with other rows beside it.
 A request whose bits count, such as a rollout, is a separate `Job` (`engine.generate_turns`) with turns in this loop.
 
-Left out: captured steps and sharded models, for which see `graphs` and `engine`.
+Left out: sharded models, for which see `engine`.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,7 +27,9 @@ from lightrlhf.cli.groups import DecodingArgs
 from lightrlhf.data.batch import response_batch
 from lightrlhf.generation import engine, graphs
 from lightrlhf.generation.engine import decode_all, generate, no_gradients
+from lightrlhf.generation.scheduler import Scheduler
 from lightrlhf.generation.slots import Slots
+from lightrlhf.generation.tickets import Ask
 from lightrlhf.models import varlen
 from lightrlhf.models.loading import switch_off_dropout
 from lightrlhf.models.probes import enable_packing
@@ -192,6 +195,29 @@ def captured(at: Setting) -> Figures:
     return {"graphs": counts, "shown": "graphs " + ", ".join(f"{name} {count}" for name, count in counts.items())}
 
 
+def captured_open_batch(at: Setting) -> Figures:
+    """The captured steps of a server's batch: each row is what it would be alone."""
+    args, counts = DecodingArgs(max_new_tokens=48, temperature=1.3), {}
+    for architecture in ("llama", "qwen2", "gpt2"):
+        policy, prompts = on_device(at, architecture)
+        uniforms = torch.rand(len(prompts), 48, generator=torch.Generator().manual_seed(0))
+        scheduler, found = Scheduler(None, 6, 2**22), {}
+        for number, (prompt, noise) in enumerate(zip(prompts, uniforms)):
+            row = found.setdefault(number, [])
+            emit = lambda part, row=row: row.extend(part if isinstance(part, list) else [part])  # tokens or a failure
+            scheduler.submit(lambda policy=policy: policy, "weights", [Ask(prompt, args, [2, 9], noise, None)], emit)
+        while any(not row or getattr(row[-1], "finish", "failed") is None for row in found.values()):
+            time.sleep(0.01)
+        scheduler.close()
+        responses = [[token.token for token in found[number]] for number in range(len(prompts))]
+        alone = generate(policy, prompts, args, [2, 9], uniforms, 6)
+        assert responses == alone.responses, f"{architecture}: other tokens"
+        (runner,) = scheduler.memory.runners.values()
+        assert not at.is_cuda or runner.captures and runner.graphs, f"{architecture}: no step was captured"
+        counts[architecture] = len(getattr(runner, "graphs", ()))
+    return {"graphs": counts, "shown": "graphs " + ", ".join(f"{name} {count}" for name, count in counts.items())}
+
+
 def check_logprobs(at: Setting, policy: Any, prompts: Any, completions: Any, temperature: float) -> None:
     """Compare the log-probabilities that came with responses with those of a pass. Raises: AssertionError."""
     batch = response_batch(prompts, completions.responses, 0).to(torch.device(at.device))
@@ -344,6 +370,7 @@ def devices(at: Setting) -> Figures:
 
 ROWS = {"device": Row("correctness", devices, 5)}
 ROWS |= {f"train {program} 32-true": Row("correctness", train(program, "32-true")) for program in PROGRAMS}
+ROWS |= {"captured open batch": Row("correctness", captured_open_batch)}
 ROWS |= {"captured steps": Row("correctness", captured), "noise": Row("correctness", noise)}
 ROWS |= {"packed passes": Row("correctness", packed), "texts in a row": Row("correctness", texts_in_a_row)}
 ROWS |= {"flash attention": Row("correctness", flash)}
