@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 AGAIN, ORDERS = "second-answer-words", "system-turn-words"
 BLANK = re.compile(r"[\sĊĠ▁ĉč]*")  # of entries, too, in the alphabets of byte-level BPE and SentencePiece
+BLANK_AT_END = re.compile(rf"{BLANK.pattern}\Z")
 BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 THINKING = re.compile(rf"(?:{BLANK.pattern}</?think(?:ing)?>)*{BLANK.pattern}")
 THINKING_AT_END = re.compile(rf"(?:</?think(?:ing)?>{BLANK.pattern})+$")
@@ -91,7 +92,8 @@ def _headers(tokenizer: PreTrainedTokenizerBase, exchange: list[dict[str, Any]],
     users = [_common_end([*turns, _before(ordered, ASKED)]), _common_end(turns)]  # a system message may be in the turn
     headers = [one for one in (*users, _before(ordered, ORDERS)) if _says_something(tokenizer, one)]
     others = {headers[0], headers[-1]} if headers else set()
-    return {"answer": answer, "gaps": frozenset(gaps), "others": tuple(o for o in others if not answer.endswith(o))}
+    apart = (one for one in others if not answer.endswith(BLANK_AT_END.sub("", one)))  # a system may speak as a model
+    return {"answer": answer, "gaps": frozenset(gaps), "others": tuple(apart)}
 
 
 def _says_something(tokenizer: PreTrainedTokenizerBase, header: str) -> bool:

@@ -10,6 +10,7 @@ from helpers.data import chatml_like, collected, every, gpt2_like, llama3_like, 
 from helpers.templates import ZOO
 
 from datasets_prep.cafe.prepare_data import main as prepare_cafe
+from datasets_prep.common import load_tokenizer
 from datasets_prep.formats import to_row
 from datasets_prep.generic.prepare_data import main as prepare_mine
 from lightrlhf.check_data import CheckDataArgs, main, run
@@ -219,7 +220,12 @@ def test_each_fault_is_planted():
 
 
 # --------------------------------------------------------------------------------------------------------- clean data
-@pytest.mark.parametrize("make", [llama3_like, chatml_like, gpt2_like])
+def cafe():
+    """A template that writes a system message as it writes an answer."""
+    return load_tokenizer("datasets_prep/cafe/base")
+
+
+@pytest.mark.parametrize("make", [llama3_like, chatml_like, gpt2_like, cafe])
 @pytest.mark.parametrize("texts", [TALKS, PAIRS, RATED], ids=["talks", "pairs", "rated"])
 def test_clean_texts_raise_no_alarm_in_any_form(make, texts, tmp_path):
     arguments = folder_of(tmp_path, texts, make())
