@@ -53,9 +53,10 @@ def run(args: DoctorArgs) -> dict[str, Any]:
         extra: f"needs {', '.join(lacking)}" if lacking else "works" for extra, lacking in extras.items()
     }
     example = next((extra for extra, lacking in extras.items() if lacking), "all")
-    show(f"Extras (what is missing comes from the clone: pip install -e '.[{example}]')", report["extras"])
+    names = f"pip install -e '.[{example}]' in the clone, or 'lightrlhf[{example}]' beside an installed wheel"
+    show(f"Extras (what is missing: {names})", report["extras"])
     if broken:
-        raise RunFailure(f"required packages: {', '.join(broken)}; install them from the clone: pip install -e .")
+        raise RunFailure(f"required packages: {', '.join(broken)}; pip install -e . in the clone, or the wheel again")
     from lightrlhf.training.memory import largest_models
 
     report["devices"] = devices()

@@ -13,6 +13,7 @@ import re
 import sys
 import traceback
 from importlib.util import find_spec
+from pathlib import Path
 from types import TracebackType
 
 EXTRAS = {  # import name -> extra
@@ -45,8 +46,11 @@ def needs_package(what: str, package: str) -> str:
     name = DISTRIBUTIONS.get(package, package)
     if package in UNLISTED:
         return f"{what} needs the package {name}; install it with: pip install {name}"
-    extra = f"'.[{EXTRAS[package]}]'" if package in EXTRAS else "."
-    return f"{what} needs the package {name}; install it from the clone with: pip install -e {extra}"
+    extra = f"[{EXTRAS[package]}]" if package in EXTRAS else ""
+    if not Path(__file__).parents[2].joinpath("setup.py").is_file():  # pip finds the wheel installed, and adds to it
+        return f"{what} needs the package {name}; install it with: pip install 'lightrlhf{extra}'"
+    wanted = f"'.{extra}'" if extra else "."
+    return f"{what} needs the package {name}; install it from the clone with: pip install -e {wanted}"
 
 
 def check_package(what: str, package: str, error: type[Exception] = ValueError) -> None:
