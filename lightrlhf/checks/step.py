@@ -301,6 +301,8 @@ def read_steps(path: str) -> list[Step]:
 
 def _read_npz(path: Path) -> Step:
     """A step of a file of arrays, read without pickle; its settings are JSON in the array `config`."""
+    if not path.exists():
+        raise UsageError(f"{path} does not exist")
     try:
         with np.load(path, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}

@@ -108,7 +108,8 @@ def prompt_of(row: Row, where: str) -> str | list[dict[str, str]]:
 def prompts_of_data(args: PromptArgs, data_dir: str, with_answers: bool) -> Lazy[Row]:
     """All rows of `--prompts_from`. Raises: UsageError when answers are wanted but missing."""
     path = Path(data_dir) / f"prompts_{args.split}.pt"
-    source = args.prompts_from or ("prompts" if path.is_file() else "finetune")
+    has_prompts = path.is_file() or not any(Path(data_dir).glob("finetune_*.pt"))
+    source = args.prompts_from or ("prompts" if has_prompts else "finetune")
     if source == "prompts" and with_answers:
         raise UsageError(
             f"--ref_scores True: the prompts of {path} have no answers; add --prompts_from preference or finetune"

@@ -78,7 +78,7 @@ def load_split(
     """
     path = Path(data_dir) / f"{stage}_{split}.pt"
     if not path.is_file():
-        splits = sorted(p.name for p in Path(data_dir).glob("*_*.pt"))
+        splits = sorted(one.name for name in SPLITS for one in Path(data_dir).glob(f"*_{name}.pt"))
         message = f"{path} does not exist; {data_dir} holds {', '.join(splits) or 'no .pt split'}"
         if not any(name.startswith(f"{stage}_") for name in splits) and stage in TEXTS:
             message += f"; {stage} rows are prepared from {', '.join(TEXTS[stage])}"

@@ -187,7 +187,7 @@ class EnvPool:
             self.described = value
             return
         if worker.episode is None:
-            raise UsageError(f"{self.spec.flag}: {value[1]}")  # a fault of its introduction
+            raise UsageError(f"{self.spec.flag}: {value[1].removeprefix('introduce: ')}")
         result = READERS[kind](value)
         self.ready.append((worker.episode, result))
         if kind in ("score", "fault") or (kind == "answer" and result.stop_reason in LOST.values()):

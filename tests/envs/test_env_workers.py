@@ -279,7 +279,7 @@ WRONG_SPECS = [
     (EnvSpec(env=f"{HOSTILE}:no_class"), "has no reset"),
     (EnvSpec(env=f"{HOSTILE}:Room", options={"size": 3}), "its options are: none"),
     (EnvSpec(tools=("calculators",)), "--tools calculators is not of the form"),
-    (EnvSpec(tools=(f"{HOSTILE}:hang",)), "--tools"),
+    (EnvSpec(tools=(f"{HOSTILE}:hang",)), f"--tools {HOSTILE}:hang: Docstring"),
     (EnvSpec(env="os:abort"), "--env os:abort: its process ended"),
 ]
 

@@ -74,6 +74,12 @@ def test_a_wrong_folder_leads_to_the_right_one(cafe_data, sft_dir, base_model, t
     assert f"mean {sft_dir}?" in refused(capsys, sft.main, "--resume_from", checkpoint)
     line = refused(capsys, sft.main, "--data_dir", cafe_data, "--model_name", f"{sft_dir}/checkpoint-999999")
     assert "does not exist" in line
+    prompts = Path(shutil.copytree(cafe_data, tmp_path / "prompts"))
+    for file in {*prompts.glob("finetune_*"), *prompts.glob("preference_*"), *prompts.glob("*_test.pt")}:
+        file.unlink()
+    line = refused(capsys, main_of("generate"), "--data_dir", prompts, *given, "--split", "test")
+    assert "prompts_test.pt does not exist" in line and line.endswith("holds prompts_train.pt, prompts_validation.pt")
+    assert "no.npz does not exist" in refused(capsys, main_of("check_run"), "no.npz")
     pairs = Path(shutil.copytree(cafe_data, tmp_path / "data"))
     for file in pairs.glob("preference_*.pt"):
         file.unlink()
