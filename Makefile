@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
-PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
+PIP := PYTHONWARNINGS="ignore:Editable installation" $(BIN)/python -m pip install --quiet --constraint constraints.txt
 # What trains a model and shows it: the requirements and the extra demo. torch goes first: asked for by itself its pinned
 # release is taken, whatever newer one another package would allow.
 $(VENV)/.installed: setup.py constraints.txt

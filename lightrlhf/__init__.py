@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightrlhf.programs import PROGRAMS, TRAINING
 
-__version__ = "0.1.0"
+__version__ = "1.0.0"
 
 NAMES = {one.args: one.module for one in TRAINING.values()} | {
     "UsageError": "lightrlhf.cli.errors",

@@ -411,6 +411,13 @@ def test_a_page_leads_to_the_words_it_uses(page):
     assert re.search(r"\]\((\.\./)?words\.md#[\w-]+\)", "".join(sections[:2]))
 
 
+def test_the_newest_version_is_that_of_the_package():
+    newest = re.search(r"^## (\d\S+) - (\S+)$", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    cited = dict(re.findall(r"^(version|date-released): (\S+)$", (ROOT / "CITATION.cff").read_text(), re.M))
+    assert newest.groups() == (cited["version"], cited["date-released"])
+    assert newest[1] == importlib.import_module("lightrlhf").__version__
+
+
 def test_extras_are_installed_from_the_clone():
     """The index has none to name yet, but a wheel adds to itself; each extra that a page or an error names exists."""
     extras = re.findall(r'^    "(\w+)": \[', (ROOT / "setup.py").read_text(), re.M)
