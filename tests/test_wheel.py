@@ -44,7 +44,7 @@ def programs(wheel, tmp_path_factory):
     folder = tmp_path_factory.mktemp("environment")
     call([sys.executable, "-m", "venv", folder])
     for wanted in ("torch", f"{wheel}[demo]"):  # torch first, as in the Makefile
-        pip = [folder / "bin" / "python", "-m", "pip", "install", "--quiet"]
+        pip = [folder / "bin" / "python", "-m", "pip", "install", "--quiet", "--no-compile"]
         call([*pip, "--constraint", ROOT / "constraints.txt", wanted])
     yield folder / "bin"
     shutil.rmtree(folder)  # 1.6 GB
