@@ -91,7 +91,7 @@ def main(argv: list[str] | None = None) -> dict[str, bool]:
     settings |= {"tasks": {task: [TASKS[task], *BASE[task]] for task in ("chain_sum", "count_bits")}, "sizes": SIZES}
     settings |= {"num_train": NUM_TRAIN, "num_base": NUM_BASE, "smoke": args.smoke}
     base = write_base(folder, args.smoke)
-    jobs = [(TRIED, arm, 0, rate) for arm in ARMS for rate in RATES]
+    jobs = [(TRIED, arm, 0, rate) for arm in ARMS for rate in (RATES[:1] if args.smoke else RATES)]
     jobs += [(task, "base", 0, 0.0) for task in tasks]
     jobs += [(task, arm, seed, None) for seed in seeds for task in tasks for arm in ARMS]
     with results("hinted_reasoning", folder, settings) as writer:

@@ -110,7 +110,7 @@ def main(argv: list[str] | None = None) -> dict[str, bool]:
     settings = {"arms": {name: flags for name, (_, flags) in ARMS.items()}, "rates": RATES, "vocabulary": VOCABULARY}
     settings |= {"student": STUDENT, "student_sft": STUDENT_SFT, "read_prompts": READ_PROMPTS, "smoke": args.smoke}
     with results("other_tokenizer", folder, settings) as writer:
-        for arm, rate in product(arms, RATES):
+        for arm, rate in product(arms, RATES[:1] if args.smoke else RATES):
             if not any((row["arm"], row["learning_rate"]) == (arm, rate) for row in writer.rows if not row["seed"]):
                 writer.append(run_trial(folder, arm, rate, args.smoke) | made_by())
         for seed, arm in product(seeds, arms):
