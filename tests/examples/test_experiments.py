@@ -347,6 +347,24 @@ def test_sampling_on_a_server_is_compared_with_the_local_engine(tmp_path, capsys
     assert "gold, own minus local: +0.000" in capsys.readouterr().out
 
 
+def test_students_are_compared_with_their_start_and_with_each_other():
+    ends = {"response": 0.2, "to go": 0.4, "same tokenizer": 0.3}
+
+    def curve(arm: str, seed: int) -> list[dict]:
+        points = enumerate((0.3, ends[arm] + seed / 1000))
+        return [
+            {"kl": 1.0, "kl_of_teacher": 1.0, "length": 9.0, "seconds": 5.0 * i, "gold": gold} for i, gold in points
+        ]
+
+    claims = other_tokenizer.show_results({arm: [curve(arm, seed) for seed in (1, 2, 3)] for arm in ends})
+    assert (claims["response > its start"], claims["to go > its start"], claims["to go > response"]) == (
+        False,
+        True,
+        True,
+    )
+    assert claims["response differs from to go at equal time"] and "same tokenizer > its start" not in claims
+
+
 @pytest.mark.thorough
 def test_a_teacher_with_another_tokenizer_is_compared_and_resumes(tmp_path, capsys):
     words = ["--smoke", "True", "--seeds", "1", "--output_dir", str(tmp_path)]
