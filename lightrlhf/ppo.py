@@ -389,7 +389,7 @@ def update_minibatch(
     count = max(run.ranks.total(minibatch.num_actions), 1.0)
     term, sums = Term(lesson, minibatch) if lesson else None, torch.zeros(5, device=run.device)
     options = {"temperature": args.temperature, "with_entropy": args.entropy_coeff > 0}
-    micros = run.ranks.pad_passes(minibatch.by_length(args.micro_batch_size))
+    micros = run.ranks.pad_passes(minibatch.by_length(args.micro_batch_size), num_models=2)
     for i, rows in enumerate(micros):
         micro = minibatch.select(rows).to(run.device)
         actions, more = micro.actions, i + 1 < len(micros)

@@ -164,12 +164,10 @@ def make_sampler(
 ) -> RolloutSampler:
     """The sampler of a run: of episodes with `--env` or `--tools`, else of responses.
 
-    Raises: UsageError when nothing scores the episodes, or several ranks train actor and critic on them.
+    Raises: UsageError when nothing scores the episodes.
     """
     if not run.args.plays_episodes:
         return RolloutSampler(run, model, reference, start, responses)
-    if run.program == "ppo" and run.ranks.num_processes > 1:  # whose passes differ in number, and DDP waits forever
-        raise UsageError(f"ppo plays episodes in one process, not {run.ranks.num_processes}; --devices 1, or grpo")
     sampler = EpisodeSampler(run, model, reference, start, responses)
     check_scored(run.args, sampler.pool, rewards)
     return sampler

@@ -142,13 +142,15 @@ class Ranks:
         mine = rows[Shard(self.rank, self.world_size).span(len(rows))]
         return mine if isinstance(mine, Rows) else list(mine)
 
-    def pad_passes(self, parts: Iterable[Item]) -> list[Any]:
-        """This rank's micro-batches, padded with empty ones under `fsdp` so that all ranks run equally many passes.
+    def pad_passes(self, parts: Iterable[Item], num_models: int = 1) -> list[Any]:
+        """This rank's micro-batches, padded with empty ones where all ranks have to run equally many passes.
 
-        There every pass gathers weights from all ranks.
+        That is under `fsdp`, where every pass gathers weights from all ranks, and where a micro-batch passes through
+        several trained models: DDP's ranks agree on the buckets of each before the first pass of its second update, so
+        a rank that already sums the first model's gradients, with its only micro-batch, would wait for ever.
         """
         parts = list(parts)
-        if not self.is_sharded or self.world_size == 1:
+        if self.world_size == 1 or not (self.is_sharded or num_models > 1):
             return parts
         return parts + [[]] * (self.max(len(parts)) - len(parts))
 
