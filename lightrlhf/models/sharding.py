@@ -76,6 +76,8 @@ def gather_shards(module: nn.Module) -> Iterator[None]:
         for part in parts:
             part.set_reshard_after_forward(part is not parts[0], recurse=False)
             part.reshard()
+        state: Any = parts[0]._get_fsdp_state()
+        state._comm_ctx.post_forward_order.clear()  # by which the next backward pass would gather, ranks unlike
 
 
 def full_tensors(value: Any, keep: bool = True) -> Any:
