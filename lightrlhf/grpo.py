@@ -246,7 +246,7 @@ def train(
                 fresh = sampler.replace(step, number, equal)  # other prompts for these groups
                 keep = ~torch.isin(rollout.group, equal)  # (B,)
                 metrics["sampling/prompts"] += len(equal)
-                metrics["sampling/wasted_tokens"] += run.ranks.total(float(rollout.lengths()[~keep].sum()))
+                metrics["sampling/wasted_tokens"] += run.ranks.total(float(rollout.action_mask[~keep].sum()))
                 scores = scores.replaced(keep, rewards(fresh))
                 rollout = joined([rollout.select(keep), fresh])
         with run.phase("update"):

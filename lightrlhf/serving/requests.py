@@ -12,7 +12,7 @@ import hashlib
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -182,7 +182,7 @@ def encode(prompt: str | Messages, served: Served, tools: list[Json] | None = No
     """
     if not isinstance(prompt, str) and not served.tokenizer.chat_template:
         raise Refusal("this model's tokenizer has no chat template; send a prompt to /v1/completions")
-    check_size(prompt, served)
+    check_size([prompt, tools], served)
     if tools:
         schema_of(served.tokenizer)
     ids = encode_prompt(served.tokenizer, prompt, tools)
@@ -191,11 +191,18 @@ def encode(prompt: str | Messages, served: Served, tools: list[Json] | None = No
     return ids
 
 
-def check_size(prompt: str | Messages, served: Served) -> None:
-    """Raises: Refusal of a text that cannot fit, before it is tokenised, which may take a minute."""
-    count = len(prompt) if isinstance(prompt, str) else sum(len(message["content"]) for message in prompt)
-    if count > served.characters:
+def check_size(given: Any, served: Served) -> None:
+    """Raises: Refusal of texts, messages or tools that cannot fit, before it takes a minute to tokenise them."""
+    if (count := characters(given)) > served.characters:
         raise Refusal(f"a prompt of {count} characters does not fit into the {served.positions} positions; shorten it")
+
+
+def characters(given: Any) -> int:
+    """Characters of all texts in JSON values: contents, reasoning, calls and schemas."""
+    if isinstance(given, str):
+        return len(given)
+    values = given.values() if isinstance(given, dict) else given if isinstance(given, list) else []
+    return sum(map(characters, values))
 
 
 def check_ids(ids: Sequence[int], where: str, vocabulary: int) -> None:

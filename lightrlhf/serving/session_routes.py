@@ -154,7 +154,7 @@ class SessionTurn:
     def _plan(self) -> Plan:
         """The ids that are read, and the request to sample behind them with the session's noise."""
         settings, body, served = self.session.settings, self.body, self.routes.engine.limits()
-        check_size(self.messages, served)
+        check_size([self.messages, self.tools], served)
         plan = self.session.conversation.begin(self.messages, self.tools)
         if body.seed is None and body.noise is None:
             body = body.model_copy(update={"seed": mix_seed(settings.seed, plan.number)})

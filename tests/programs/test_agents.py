@@ -16,7 +16,7 @@ from helpers.templates import ZOO
 
 from lightrlhf import UsageError, grpo
 from lightrlhf.envs import episode_sampler
-from lightrlhf.envs.episode_sampler import episode_batch
+from lightrlhf.envs.episode_sampler import EpisodeSampler, episode_batch
 from lightrlhf.generation.engine import Completions
 from lightrlhf.generation.episodes import Episode
 from lightrlhf.generation.rollout import make_rollout, score_logprobs
@@ -244,9 +244,14 @@ def test_groups_of_equal_scores_are_replaced_by_whole_episodes(name, pools, tmp_
     letters, update, batches = Game.letters, grpo.update, []
     monkeypatch.setattr(Game, "letters", lambda self: letters(self) * (self.word != "tea"))
     monkeypatch.setattr(grpo, "update", lambda *given: batches.append(given[2]) or update(*given))
+    rollout_of, sampled = EpisodeSampler._rollout, []
+    rolled = lambda *given: sampled.append(rollout_of(*given)) or sampled[-1]
+    monkeypatch.setattr(EpisodeSampler, "_rollout", rolled)
     folder = trained(name, tmp_path, rollout_size=3, resample_rounds=2, max_steps=1)
-    (batch,) = batches
-    assert metrics(folder)[0]["sampling/prompts"] > 3
+    (batch,), (row,) = batches, metrics(folder)
+    assert row["sampling/prompts"] > 3
+    num_sampled = sum(int(one.action_mask.sum()) for one in sampled)  # without observations
+    assert row["sampling/wasted_tokens"] == num_sampled - batch.action_mask.sum()
     ends = batch.ends()
     assert batch.group[ends].bincount().tolist() == [3, 3, 3]
     assert torch.equal(batch.group, batch.group[batch.last_rows()])

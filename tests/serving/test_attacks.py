@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
+from typing import Any
 
 import httpx2
 import pytest
@@ -184,8 +185,15 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(server, engine
     session = server.ask({}, "/sessions").json()
     monkeypatch.setattr(requests, "encode_prompt", lambda *given: 1 / 0)
     monkeypatch.setattr(Conversation, "begin", lambda *given: 1 / 0)
-    chat = {"messages": [message, message]}
-    asked = [(TEXT, {"prompt": "a" * (most + 1)}), (CHAT, chat), (f"/sessions/{session['id']}{CHAT}", chat)]
+    chats: list[dict[str, Any]] = [{"messages": [message, message]}]
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": json.dumps({"a": "a" * most})}}
+    for more in ({"content": "", "reasoning_content": "a" * most}, {"tool_calls": [call]}):
+        chats.append({"messages": [message, {"role": "assistant", **more}]})
+    chats[-1]["messages"].append({"role": "tool", "tool_call_id": "c", "content": "a"})
+    tool = {"type": "function", "function": {"name": "f", "description": "a" * most}}
+    chats.append({"messages": [{"role": "user", "content": "a"}], "tools": [tool]})
+    asked: list[Any] = [(TEXT, {"prompt": "a" * (most + 1)})]
+    asked += [(path, chat) for chat in chats for path in (CHAT, f"/sessions/{session['id']}{CHAT}")]
     for path, body in asked:
         answer = server.ask(body, path)
         assert answer.status_code == 400 and "characters does not fit" in answer.text
