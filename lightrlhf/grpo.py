@@ -16,13 +16,13 @@ Switches make the relatives of it; examples/configs/grpo has them by name:
     --kl_placement   reward (k1, beside the score), or loss (rho (log pi - log pi_ref)^2 / 2)
     --entropy_coeff  c: less c times the sum of w_it H(pi(. | s_t))
     --teacher_coeff  c: plus c times the loss of `lightrlhf.distill`, a divergence from a teacher
+    --observation_weight          w: plus w times the mean cross-entropy of an episode's observations
 
 All counts are over micro-batches and ranks, and a baseline is the whole group's wherever its rows are. Responses
 without a score are in no baseline and not in the loss; groups of equal scores have no advantage; both are counted.
 `--resample_rounds` replaces such groups by other prompts (DAPO, 2503.14476, section 3.2), `--curriculum_score` draws
-them less (`training.pass_rates`). The prompt of a group is read once, in sampling and in training. Dropout is off
-wherever log-probabilities are stored. With `--env` or `--tools` a response is an episode of several turns, see
-`generation.episodes`.
+them less (`training.pass_rates`). The prompt of a group is read once. Dropout is off wherever log-probabilities are
+stored. With `--env` or `--tools` a response is an episode of several turns, see `generation.episodes`.
 
 Left out: a replay of earlier groups.
 """
@@ -44,12 +44,11 @@ from lightrlhf.cli.errors import RunFailure, one_line_errors
 from lightrlhf.cli.fields import above, at_least, flag, positive
 from lightrlhf.cli.parser import parse
 from lightrlhf.data.batch import Rollout, joined, to_device
-from lightrlhf.data.rows import Given, load_splits
+from lightrlhf.data.rows import Given, Row, load_splits
 from lightrlhf.data.scores import Scores
-from lightrlhf.data.splits import Row
 from lightrlhf.data.types import PreTrainedModel, Tokenizer
 from lightrlhf.envs.episode_sampler import make_sampler
-from lightrlhf.generation import rollout_metrics, rollout_sampler
+from lightrlhf.generation import observations, rollout_metrics, rollout_sampler
 from lightrlhf.maths import groups, ops, policy_losses, sampling_gap
 from lightrlhf.models.given import load_start
 from lightrlhf.models.roles import Policy, policy_inputs
@@ -404,11 +403,11 @@ def update_minibatch(
     length, episode = args.longest_sample, minibatch.episode
     entropy_weights = policy_losses.token_weights(*counted, args.aggregation, length, run.ranks.sum, episode)
     weights = entropy_weights if minibatch.correction is None else entropy_weights * minibatch.correction  # (b, T-1)
-    if args.loss_type in policy_losses.LOSSES and not (kl_coeff or args.entropy_coeff or lesson):
+    term = Term(lesson, minibatch) if lesson else observations.Term(run, minibatch) if args.observation_weight else None
+    if args.loss_type in policy_losses.LOSSES and not (kl_coeff or args.entropy_coeff or term):
         learned = (minibatch.advantages != 0).any(1).nonzero()[:, 0]  # a response without an advantage has no gradient
         minibatch, weights = minibatch.select(learned), weights[learned]
-    term, sums = Term(lesson, minibatch) if lesson else None, torch.zeros(5, device=run.device)
-    micros = run.ranks.pad_passes(minibatch.by_group(args.micro_batch_size))
+    micros, sums = run.ranks.pad_passes(minibatch.by_group(args.micro_batch_size)), torch.zeros(5, device=run.device)
     for i, rows in enumerate(micros):
         micro = minibatch.select(rows).to(run.device)
         mask, actions = micro.action_mask, micro.actions
@@ -428,7 +427,7 @@ def update_minibatch(
                 bonus = policy_losses.entropy_bonus(stats.entropy, entropy_weight, actions)
                 total = total - args.entropy_coeff * bonus
             if term:
-                total = total + args.teacher_coeff * term.total / term.count
+                total = total + term.coeff * term.total / term.count
             run.backward(total, micro.on_host.row)
         with torch.no_grad():
             ratio, used = difference[actions].exp(), log_ratio[actions].exp()

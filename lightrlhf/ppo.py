@@ -7,7 +7,8 @@ reference at each token; advantages come from GAE, whitened over the whole rollo
     L_policy = -sum_t min(rho_t A_t, clip(rho_t, 1-e, 1+e) A_t) / N                                       (2017, eq. 7)
     L_value  = 1/2 sum_t max((V_t - R_t)^2, (V_old,t + clip(V_t - V_old,t, -e, e) - R_t)^2) / N
 
-With `--teacher_coeff c` L_policy has c times the loss of `lightrlhf.distill` beside it, a divergence from a teacher.
+With `--teacher_coeff c` L_policy has c times the loss of `lightrlhf.distill` beside it, a divergence from a teacher;
+with `--observation_weight w`, w times the mean cross-entropy of observations.
 
 A macro action (MA-RLHF, Chai et al. 2025) is a segment of the response: `--termination_condition` sets where segments
 end, `--value_function` how the values of a segment's tokens are reduced to its value. Rewards are summed over a
@@ -48,7 +49,7 @@ from lightrlhf.data.rows import Given, Row, load_splits
 from lightrlhf.data.scores import Scores
 from lightrlhf.data.types import PreTrainedModel, Tokenizer
 from lightrlhf.envs.episode_sampler import make_sampler
-from lightrlhf.generation import rollout_metrics, rollout_sampler
+from lightrlhf.generation import observations, rollout_metrics, rollout_sampler
 from lightrlhf.maths import macro_actions, ops, sampling_gap
 from lightrlhf.models import forward, given, loading, names, probes, sharding
 from lightrlhf.models.roles import Policy, ScalarModel, policy_inputs
@@ -387,7 +388,8 @@ def update_minibatch(
     """One optimiser step of actor and critic; the gradient does not depend on the size of micro-batches."""
     args = run.args
     count = max(run.ranks.total(minibatch.num_actions), 1.0)
-    term, sums = Term(lesson, minibatch) if lesson else None, torch.zeros(5, device=run.device)
+    term = Term(lesson, minibatch) if lesson else observations.Term(run, minibatch) if args.observation_weight else None
+    sums = torch.zeros(5, device=run.device)
     options = {"temperature": args.temperature, "with_entropy": args.entropy_coeff > 0}
     micros = run.ranks.pad_passes(minibatch.by_length(args.micro_batch_size), num_models=2)
     for i, rows in enumerate(micros):
@@ -399,7 +401,7 @@ def update_minibatch(
             terms = (stats.logprobs, micro.logprobs, advantages)  # (b, T-1) each
             loss = ops.policy_loss(*terms, actions, args.clip_coeff, stats.entropy, args.entropy_coeff)
             if term:
-                loss = loss + args.teacher_coeff * term.total
+                loss = loss + term.coeff * term.total * (count / term.count)
             run.backward(loss / count, micro.on_host.row)
         with run.accumulate(critic, enabled=more):
             values = critic(micro.on_host.input_ids, micro.on_host.attention_mask)[:, :-1]  # (b, T-1)

@@ -37,7 +37,7 @@ from lightrlhf.envs.env_workers import EnvPool
 from lightrlhf.envs.ways import EnvSpec
 from lightrlhf.generation.conversations import Conversation, Plan
 from lightrlhf.generation.engine import Completions, generate
-from lightrlhf.generation.episode_env import Message
+from lightrlhf.generation.episode_env import Fault, Message
 from lightrlhf.generation.episodes import Episode, Limits, Pool, check_template, play
 from lightrlhf.generation.rollout import make_rollout, measure_gap, refuse_gap, rounds_otherwise, score_logprobs
 from lightrlhf.generation.rollout_sampler import RolloutSampler
@@ -77,6 +77,7 @@ class EpisodeSampler(RolloutSampler):
             self.sessions = AgentSessions(run.args, self.pool, self.served)
             run.on_end(self.sessions.close)
         self.has_warned = False
+        self.scored_by_env = False  # by nothing else
         check_template(self.tokenizer, self.pool.tools)
         positions = self.served.room() if self.served else math.inf
         self.limits = limits_of(run.args, self.policy, positions)
@@ -99,6 +100,9 @@ class EpisodeSampler(RolloutSampler):
         episodes = [new_episode(self.tokenizer, rows[i], *one) for i, one in zip(own, seeds)]
         with self.run.autocast(), nullcontext() if self.served else gather_shards(self.policy):
             removed = self._act(episodes)
+            for one in episodes if self.scored_by_env else []:
+                if one.outcome is None and not one.fault:
+                    one.fail(Fault("rewards", "it gave None"))
             rollout = self._rollout(episodes, removed)
         if self.served and self.run.ranks.total(int(rollout.action_mask.sum())):  # not of faults alone
             refuse_gap(self.served, rollout)
@@ -150,7 +154,7 @@ class EpisodeSampler(RolloutSampler):
             self.has_warned = True
             self.run.print0(
                 f"warning: {len(faults)} of {len(episodes)} episodes of step {self.run.step + 1} have no reward, for "
-                f"their environment failed ({faults[0].kind}: {faults[0].text}); they are left out"
+                f"their environment or program failed ({faults[0].kind}: {faults[0].text}); they are left out"
             )
 
 
@@ -170,6 +174,7 @@ def make_sampler(
         return RolloutSampler(run, model, reference, start, responses)
     sampler = EpisodeSampler(run, model, reference, start, responses)
     check_scored(run.args, sampler.pool, rewards)
+    sampler.scored_by_env = all(isinstance(scorer, EnvScorer) for scorer in rewards.scorers)
     return sampler
 
 

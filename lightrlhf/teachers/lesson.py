@@ -289,10 +289,10 @@ def present(lesson: Lesson | None) -> AbstractContextManager[None]:
 class Term:
     """The divergence of a mini-batch from a teacher, as a term of another loss."""
 
-    total: Tensor  # () of the actions of the micro-batch that was read last; divided by `count` it is the loss
+    total: Tensor  # () of the micro-batch that was read last; times `coeff`, divided by `count` it is the loss
 
     def __init__(self, lesson: Lesson, minibatch: Batch) -> None:
-        ranks = lesson.run.ranks
+        ranks, self.coeff = lesson.run.ranks, float(lesson.run.args.teacher_coeff)
         self.lesson, self.ranks, self.count = lesson, ranks, max(ranks.total(minibatch.num_actions), 1.0)
         self.sums = torch.zeros(len(VALUES), device=ranks.device)
 

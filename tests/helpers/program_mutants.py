@@ -79,7 +79,7 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
         ("kl_loss(logprobs, micro.ref_logprobs, difference)", "kl_loss(logprobs, micro.ref_logprobs, log_ratio)"),
         ("return scores - args.overlong_penalty * over", "return scores - over"),
         ("torch.where(part.isfinite() & ~total.isnan(), part", "torch.where(part.isfinite(), part"),
-        ("not (kl_coeff or args.entropy_coeff or lesson):", "not (args.entropy_coeff or lesson):"),
+        ("not (kl_coeff or args.entropy_coeff or term):", "not (args.entropy_coeff or term):"),
         ("kl.token_rewards(scored, by_turn, kl_coeff)", "kl.token_rewards(scored, by_turn, 0.0)"),
     ],
     "refuel": [

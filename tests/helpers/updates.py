@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from helpers import KeptGradients, RunOfOneStep
 from helpers.rollouts import rollout_of
-from lightrlhf.data.batch import Rollout
+from lightrlhf.data.batch import Batch, Rollout
 from lightrlhf.models.roles import Policy
 
 
@@ -81,6 +81,18 @@ def numbers_in(rollout: Rollout, correction: Tensor, row: int) -> list[list[floa
 def _distributions(policy: Policy, prompt: list[int], response: list[int], temperature: float) -> Tensor:
     logits = policy.model(torch.tensor([prompt + response]), use_cache=False).logits[0, len(prompt) - 1 : -1]
     return (logits / temperature).log_softmax(-1)  # (tokens, V)
+
+
+def observation_losses(policy: Policy, batch: Batch, temperature: float) -> Tensor:
+    """-log pi of each token between the turns of a row, but the one right behind a turn: (N,), a row at a time."""
+    losses = []
+    for ids, mask, sampled in zip(batch.input_ids, batch.attention_mask, batch.action_mask.tolist()):
+        ids = ids[mask]
+        logprobs = (policy.model(ids[None], use_cache=False).logits[0] / temperature).log_softmax(-1)
+        behind = sampled.index(True) + 1 if True in sampled else len(ids)
+        places = [t for t in range(behind, len(ids) - 1) if not sampled[t] and not sampled[t - 1]]
+        losses += [-logprobs[t, ids[t + 1]] for t in places]
+    return torch.stack(losses)
 
 
 def changes(before: nn.Module, after: nn.Module, rate: float) -> dict[str, Tensor]:

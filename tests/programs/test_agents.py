@@ -13,6 +13,7 @@ from helpers.episodes import WORDS, LocalPool, all_episodes, tiny_words
 from helpers.errors import error_naming
 from helpers.mcp_server import COMMAND
 from helpers.templates import ZOO
+from helpers.updates import observation_losses
 
 from lightrlhf import UsageError, grpo
 from lightrlhf.envs import episode_sampler
@@ -148,6 +149,30 @@ def test_micro_batches_and_packing_change_no_gradient(name, aggregation, pools, 
         assert_same_gradients(other, found[0], atol=2e-6)
 
 
+def test_observations_have_their_cross_entropy_beside_the_loss(pools, tmp_path):
+    """The gradient is that without the weight, and that of the mean of -log pi over observations in float64."""
+    rollout = rollout_of(KEEPS, tmp_path)
+    policy = Policy(model_of(KEEPS)).eval()
+    enable_packing(policy)
+    batch = grpo.estimate_advantages(agent_args(), rollout, only_env(rollout))
+    batch.advantages[batch.group == 0] = 0.0  # rows without an advantage have observations, too
+    batch.action_mask[1] = False  # and one that is left out has none
+    found = []
+    for weight, size in ((0.0, 6), (0.7, 6), (0.7, 1)):
+        args = agent_args(observation_weight=weight, micro_batch_size=size, temperature=0.5)
+        run = RunOfOneStep(args, policy=policy)
+        told = grpo.update_minibatch(run, policy, batch, args.load_loss())
+        found.append(copy.deepcopy(run.gradients["policy"]))
+        policy.zero_grad()
+    exact = copy.deepcopy(policy).double()
+    losses = observation_losses(exact, batch, 0.5)
+    assert len(losses) > 20 and told["policy/observation_loss"] == pytest.approx(losses.mean().item(), abs=1e-5)
+    (0.7 * losses.mean()).backward()
+    assert_same_gradients(found[1], found[2], atol=2e-6)
+    for key, parameter in exact.named_parameters():
+        torch.testing.assert_close((found[1][key] - found[0][key]).double(), parameter.grad, atol=2e-6, rtol=0)
+
+
 @pytest.mark.parametrize("name", [KEEPS, REWRITES])
 def test_a_turn_is_credited_with_what_follows_it(name, pools, tmp_path):
     """Members that have ended have a return of 0; std divides all turns by the deviation of the scores."""
@@ -168,6 +193,23 @@ def test_a_turn_is_credited_with_what_follows_it(name, pools, tmp_path):
                 assert float(plain[row, t]) == pytest.approx(expected, abs=1e-5)
                 deviation = torch.tensor([one["score"] for one in mates]).std()
                 assert float(scaled[row, t]) == pytest.approx(expected / float(deviation + 1e-6), abs=1e-4)
+
+
+def test_flags_of_episodes_without_episodes_are_refused():
+    plain = {"env": None, "max_turns": 8, "reward_function": ["x:y"]}
+    agent_args(**plain)
+    for name, value in (("max_turns", 4), ("max_episode_tokens", 9), ("env_timeout", 3.0), ("observation_weight", 0.1)):
+        with error_naming(ValueError, f"--{name} {value} is of episodes", "--env, --tools, --mcp or --agent"):
+            agent_args(**plain | {name: value})
+
+
+def test_episodes_that_are_given_no_reward_count_as_such(pools, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(Game, "finish", lambda self, stop_reason: None)
+    row = metrics(trained(KEEPS, tmp_path, max_steps=1))[0]
+    assert row["episodes/no_reward_ratio"] == row["episodes/stop_fault_ratio"] == 1
+    assert "6 of 6 episodes of step 1 have no reward" in (out := capsys.readouterr().out) and "it gave None" in out
+    scored = trained(KEEPS, tmp_path / "scored", max_steps=1, reward_function=["helpers.rewards:length"])
+    assert metrics(scored)[0]["episodes/no_reward_ratio"] == 0  # by another
 
 
 def only_env(rollout):

@@ -60,6 +60,7 @@ def call(program: str, name: str, folder: Path, ranks: int, **more):
     """
     sizes = SIZES | {"env": "helpers.episodes:Told", "rollout_size": 6 // ranks, "max_steps": 2, "log_dir": str(folder)}
     sizes |= {"devices": ranks, "strategy": "ddp", "micro_batch_size": 1, "optimizer_eps": 1e-2, "ppo_epochs": 2}
+    sizes["observation_weight"] = 0.5
     given = {"policy": model_of(name), "tokenizer": copy.deepcopy(ZOO[name].tokenizer), "prompts": 3 * PROMPTS}
     if program == "ppo":
         sizes |= {"actor_learning_rate": 1e-2, "critic_learning_rate": 1e-2, "mini_batch_size": 4 // ranks}

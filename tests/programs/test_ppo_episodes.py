@@ -13,6 +13,7 @@ from helpers.agent_runs import KEEPS, PROMPTS, REWRITES, SIZES, Game, model_of
 from helpers.episodes import WORDS, LocalPool, all_episodes, tiny_words
 from helpers.errors import error_naming
 from helpers.templates import ZOO
+from helpers.updates import observation_losses
 
 from lightrlhf import PPOArgs, ppo
 from lightrlhf.data.tokens import decode, encode_text, prompt_text
@@ -128,7 +129,11 @@ def test_a_fault_is_no_reward_and_carries_no_loss(pools, played, monkeypatch):
         ({"termination_condition": "ppl"}, ["--env", "--termination_condition ppl"]),
         ({"ngram": 3}, ["--env", "--ngram 3"]),
         ({"teacher_coeff": 0.1, "teacher": "x"}, ["--env", "--teacher_coeff 0.1"]),
-        ({"env": None, "reward_function": ["x:y"], "termination_condition": "turn"}, ["turn", "--tools"]),
+        (
+            {"env": None, "reward_function": ["x:y"], "termination_condition": "turn", "max_turns": 8},
+            ["turn", "--tools"],
+        ),
+        ({"env": None, "reward_function": ["x:y"], "env_workers": 2, "max_turns": 8}, ["--env_workers 2", "or --mcp"]),
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(given, facts):
@@ -252,6 +257,23 @@ def test_micro_batches_and_packing_change_no_gradient(name, pools, played):
     for other in found[1:]:
         for role in ("policy", "critic"):
             assert_same_gradients(other[role], found[0][role], atol=2e-6)
+
+
+def test_observations_have_their_cross_entropy_beside_the_policys_loss(pools, played):
+    _, batch, critic = played(KEEPS)
+    policy, found = Policy(model_of(KEEPS)).eval(), []
+    for weight in (0.0, 0.7):
+        run = RunOfOneStep(ppo_args(observation_weight=weight), policy=policy, critic=critic)
+        ppo.update_minibatch(run, policy, critic, batch)
+        found.append(copy.deepcopy(run.gradients))
+        policy.zero_grad()
+        critic.zero_grad()
+    assert_same_gradients(*(one["critic"] for one in found))
+    exact = copy.deepcopy(policy).double()
+    (0.7 * observation_losses(exact, batch, 1.0).mean()).backward()
+    for key, parameter in exact.named_parameters():
+        change = found[1]["policy"][key] - found[0]["policy"][key]
+        torch.testing.assert_close(change.double(), parameter.grad, atol=2e-6, rtol=0)
 
 
 def test_minibatches_hold_whole_episodes_and_of_one_row_the_same_as_ever(pools, played):

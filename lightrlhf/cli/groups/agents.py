@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from lightrlhf.cli.errors import UsageError
-from lightrlhf.cli.fields import Args, at_least, flag, positive
+from lightrlhf.cli.fields import Args, at_least, declared_flags, flag, positive
 from lightrlhf.cli.functions import check_found
 from lightrlhf.cli.lists import pairs
 
@@ -41,6 +41,8 @@ NOT_BY_PROGRAMS: dict[str, Any] = {
     ),
     **{"importance_sampling_level": "sequence", "aggregation": "constant", "advantage": "none"},
 }
+OF_EPISODES = {"max_turns", "max_episode_tokens", "max_observation_tokens", "env_workers", "env_timeout"}
+OF_EPISODES |= {"observation_weight"}
 NOT_BY_TURN: dict[str, Any] = {"normalize_each_reward": True, "advantage": "maxrl"}
 
 
@@ -96,6 +98,11 @@ class EpisodeArgs(Args):
             raise ValueError(
                 f"--tools {' '.join(self.tools)} with --env {self.env}: an environment brings its own tools"
             )
+        flags = declared_flags(type(self)) if not self.plays_episodes else {}
+        for name in sorted(flags.keys() & OF_EPISODES):
+            if getattr(self, name) != flags[name].default:
+                where = "--env, --tools, --mcp or --agent" if "agent" in flags else "--env, --tools or --mcp"
+                raise ValueError(f"--{name} {getattr(self, name)} is of episodes; give {where}")
 
     def _check_given(self, given: Mapping[str, object]) -> None:
         if self.env:
@@ -123,6 +130,8 @@ class AgentArgs(EpisodeArgs):
 
     env: str | None = flag(None, required="reward")
     """Environment to act in over several turns, by name or `package.module:Class`; its reward is named `env`."""
+    observation_weight: float = at_least(0, 0.0, show="rarely")
+    """Weight in the loss of the mean cross-entropy of observations, between the turns of a row."""
 
 
 @dataclass(frozen=True, kw_only=True)
