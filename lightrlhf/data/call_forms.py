@@ -5,7 +5,9 @@ A form is a pair of patterns, of what opens and what closes a call, and a reader
 
 from __future__ import annotations
 
+import ast
 import json
+import math
 import re
 from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
@@ -83,6 +85,67 @@ def _marked(name: str, text: str, parameters: Json) -> list[Call]:
     return [(name, parse_content(text, "json", {"unquoted_keys": True, "string_delims": [['<|"|>', '<|"|>']]}))]
 
 
+def _python(name: str, text: str, parameters: Json) -> list[Call]:
+    """Calls in a list as Python writes them, with named arguments; constants may be JSON's."""
+    found = _parsed(text)
+    if not isinstance(found, ast.List):
+        raise ValueError("it is no list of calls in Python")
+    calls = []
+    for one in found.elts:
+        if not isinstance(one, ast.Call) or one.args or not isinstance(one.func, ast.Name | ast.Attribute):
+            raise ValueError("a call is a function with named arguments")
+        arguments = {str(keyword.arg): _plain(keyword.value) for keyword in one.keywords if keyword.arg}
+        if len(arguments) < len(one.keywords):
+            raise ValueError("an argument is given twice, or has no name")
+        calls.append((ast.unparse(one.func), arguments))
+    return calls
+
+
+def _parsed(text: str) -> ast.expr:
+    try:
+        return ast.parse(text.strip(), mode="eval").body
+    except (SyntaxError, RecursionError, MemoryError) as problem:
+        raise ValueError(f"it cannot be read as Python ({type(problem).__name__})") from None
+
+
+def _plain(node: ast.expr) -> Any:
+    """A value of JSON that is written in Python or JSON."""
+    if isinstance(node, ast.Name) and node.id in CONSTANTS:
+        return CONSTANTS[node.id]
+    if isinstance(node, ast.List):
+        return [_plain(one) for one in node.elts]
+    if isinstance(node, ast.Dict):
+        keys = [key.value if isinstance(key, ast.Constant) else None for key in node.keys]
+        if not all(isinstance(key, str) for key in keys):
+            raise ValueError("a key of an argument is not a text")
+        return {str(key): _plain(value) for key, value in zip(keys, node.values)}
+    try:
+        value = ast.literal_eval(node)
+    except (TypeError, MemoryError):
+        raise ValueError("an argument is not a plain value") from None
+    if type(value) not in (str, int, float, bool, type(None)) or (type(value) is float and not math.isfinite(value)):
+        raise ValueError(f"an argument is a {type(value).__name__}, which JSON does not have")
+    return value
+
+
+def _unescaped(name: str, text: str, parameters: Json) -> list[Call]:
+    """Calls in a list with texts between quotes and nothing escaped; a text with a quote in it cannot be told."""
+    calls: list[Call] = []
+    if re.fullmatch(rf"\[{BARE_CALL}(?:, {BARE_CALL})*\]", text.strip()) is None:
+        raise ValueError("it is no list of calls with plain arguments")
+    for one in re.finditer(BARE_CALL, text):
+        function, _, rest = one[0].partition("(")
+        found = re.findall(rf"(\w+)=({BARE_VALUE})", rest)
+        arguments = {key: value[1:-1] if value.startswith("'") else _plain(_parsed(value)) for key, value in found}
+        if len(arguments) < len(found):
+            raise ValueError("an argument is given twice")
+        calls.append((function, arguments))
+    return calls
+
+
+CONSTANTS = {"true": True, "false": False, "null": None}
+BARE_VALUE = r"'[^']*'|[\w.+-]+"
+BARE_CALL = rf"[\w.-]{{1,256}}\((?:\w+=(?:{BARE_VALUE})(?:, (?=\w)|(?=\))))*\)"
 WORD = r"(?P<name>[\w.-]{1,256})"
 FORMS = {
     "hermes": Form(r"<tool_call>", r"</tool_call>", _objects),
@@ -122,6 +185,8 @@ FORMS = {
         _arguments,
     ),
     "gemma4": Form(rf"<\|tool_call>call:{WORD}", r"<tool_call\|>", _marked, "<|tool_call>", '<|"|>'),
+    "python": Form(r"<\|tool_call_start\|>", r"<\|tool_call_end\|>", _python),
+    "unescaped": Form(r"<\|tool_call_start\|>", r"<\|tool_call_end\|>", _unescaped),
     "named": Form(rf"(?:<call>|<start_call>){WORD} ?(?=\{{)", r"</call>|<end_call>", _arguments),
 }
 HARMONY = {  # a message for each channel; the headers between them are dropped

@@ -6,7 +6,7 @@ form of ours is one of its response templates with a reader of the calls.
 
 What cannot be read is content, and the reason is said beside it: nothing sampled is lost, nothing is guessed.
 
-Left out: calls that a template writes as Python shows them, and calls of built-in tools.
+Left out: calls of built-in tools.
 """
 
 from __future__ import annotations
@@ -197,7 +197,8 @@ def _known(tokenizer: PreTrainedTokenizerBase) -> list[Known] | str:
                 if number < 2:
                     raise
                 continue  # it takes one call a turn
-            found.append((prompt, text, "", [(NAME, {ARGUMENT: value}) for value in given]))
+            if all(value in text for value in given[1:]):  # else it leaves out all calls but one
+                found.append((prompt, text, "", [(NAME, {ARGUMENT: value}) for value in given]))
         results = [{"role": "tool", "content": ANSWERED, "name": NAME, "tool_call_id": CALL_ID}]
         if ANSWERED not in render_shown(tokenizer, [*asked, called(VALUE), *results], TOOLS):
             return f"the chat template leaves out results of tools; {REMEDY}"

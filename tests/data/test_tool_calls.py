@@ -54,7 +54,7 @@ def test_calls_are_read_back_from_what_the_template_writes(name):
     prompt = encode_prompt(tokenizer, ASKED, TOOLS)
     shown = str(tokenizer.decode(prompt))
     for number, given in enumerate(ARGUMENTS):
-        if FORMS[name] == "gemma4" and number == 1:
+        if FORMS[name] in ("gemma4", "unescaped") and number == 1:
             continue  # whose texts have no escapes
         try:
             several = [call("add", given), call("sub", given, 1)] if number else [call("add", given)]
@@ -125,6 +125,37 @@ def test_what_is_no_call_is_content_and_says_why(body, words, is_closed):
     assert parsed.content == text
     for pieces in (3, 30):
         assert streamed(tokenizer, ids, pieces) == (parsed.content, "", [], parsed.problem)
+
+
+IN_PYTHON = {  # calls between the marks, and what they are by either form; a text says why they are none
+    "[f(a='it\\'s', b=-1.5)]": ([("f", {"a": "it's", "b": -1.5})], "plain arguments"),
+    "[a.f(), g(x=true, y=None)]": ([("a.f", {}), ("g", {"x": True, "y": None})],) * 2,
+    "[f(a='b\\n')]": ([("f", {"a": "b\n"})], [("f", {"a": "b\\n"})]),
+    "[f(a='b\nc')]": ("SyntaxError", [("f", {"a": "b\nc"})]),
+    "[f(a=[1, {'k': 'v'}])]": ([("f", {"a": [1, {"k": "v"}]})], "plain arguments"),
+    "[f(a=hello)]": ("malformed", "malformed"),
+    "[f(a=1, a=2)]": ("twice", "twice"),
+    "[f(1)]": ("named arguments", "plain arguments"),
+    "[f(**x)]": ("no name", "plain arguments"),
+    "f(a=1)": ("no list", "no list"),
+    "[f(a={1: 2})]": ("not a text", "plain arguments"),
+    "[f(a=(1, 2))]": ("a tuple", "plain arguments"),
+    "[f(a=1e999)]": ("a float", "a float"),
+    "[f(a=__import__('os'))]": ("malformed", "plain arguments"),
+    "[" + "(" * 3000 + "1" + ")" * 3000 + "]": ("as Python", "plain arguments"),
+}
+
+
+@pytest.mark.parametrize("number, name", enumerate(["python", "unescaped"]))
+@pytest.mark.parametrize("body", IN_PYTHON, ids=range(len(IN_PYTHON)))
+def test_calls_in_python_are_read_without_a_guess(body, number, name):
+    tokenizer, expected = tool_tokenizer(name), IN_PYTHON[body][number]
+    text = f"<|tool_call_start|>{body}<|tool_call_end|>"
+    parsed = parse(tokenizer, tokenizer(text, add_special_tokens=False)["input_ids"], "", TOOLS)
+    if isinstance(expected, str):
+        assert not parsed.tool_calls and expected in parsed.problem and parsed.content == text
+    else:
+        assert found(parsed) == expected and parsed.problem is None
 
 
 @pytest.mark.parametrize("name", ["qwen3_coder", "deepseek", "mistral_args", "gemma4"])

@@ -52,15 +52,34 @@ CALLS = {
         r"""{{ ('' if loop.first else ',') + k + ':' + ('<|"|>' + v + '<|"|>' if v is string else v | tojson) }}"""
         r"""{%- endfor -%}{{ '}<tool_call|>' }}""",
     ),
+    "python": r"{{ '<|tool_call_start|>[' }}"
+    + EACH.replace(
+        "ONE",
+        r"{{ ('' if loop.first else ', ') + f.name + '(' }}{%- for k, v in f.arguments.items() -%}"
+        r"""{{ ('' if loop.first else ', ') + k + '=' }}{{ "'" + (v | replace('\\', '\\\\') | replace("'", "\\'") """
+        r"""| replace('\n', '\\n') | replace('\r', '\\r')) + "'" if v is string else v | tojson }}{%- endfor -%}"""
+        r"{{ ')' }}",
+    )
+    + r"{{ ']<|tool_call_end|>' }}",
+    "unescaped": r"{{ '<|tool_call_start|>[' }}"
+    + EACH.replace(
+        "ONE",
+        r"{{ ('' if loop.first else ', ') + f.name + '(' }}{%- for k, v in f.arguments.items() -%}"
+        r"""{{ ('' if loop.first else ', ') + k + '=' + ("'" + v + "'" if v is string else v | string) }}"""
+        r"{%- endfor -%}{{ ')' }}",
+    )
+    + r"{{ ']<|tool_call_end|>' }}",
 }
 MARKS = {
+    "python": ["<|tool_call_start|>", "<|tool_call_end|>"],
+    "unescaped": ["<|tool_call_start|>", "<|tool_call_end|>"],
     "deepseek": [
         "<｜tool▁calls▁begin｜>",
         "<｜tool▁calls▁end｜>",
         "<｜tool▁call▁begin｜>",
         "<｜tool▁sep｜>",
         "<｜tool▁call▁end｜>",
-    ]
+    ],
 }
 MARKS |= {"mistral_args": ["[TOOL_CALLS]", "[ARGS]"], "phi4": ["<|tool_call|>", "<|/tool_call|>"]}
 MARKS |= {"gemma4": ["<|tool_call>", "<tool_call|>", '<|"|>']}
