@@ -89,7 +89,7 @@ def _python(name: str, text: str, parameters: Json) -> list[Call]:
     """Calls in a list as Python writes them, with named arguments; constants may be JSON's."""
     found = _parsed(text)
     if not isinstance(found, ast.List):
-        raise ValueError("it is no list of calls in Python")
+        raise ValueError("it is not a list of calls in Python")
     calls = []
     for one in found.elts:
         if not isinstance(one, ast.Call) or one.args or not isinstance(one.func, ast.Name | ast.Attribute):
@@ -132,7 +132,7 @@ def _unescaped(name: str, text: str, parameters: Json) -> list[Call]:
     """Calls in a list with texts between quotes and nothing escaped; a text with a quote in it cannot be told."""
     calls: list[Call] = []
     if re.fullmatch(rf"\[{BARE_CALL}(?:, {BARE_CALL})*\]", text.strip()) is None:
-        raise ValueError("it is no list of calls with plain arguments")
+        raise ValueError("it is not a list of calls with plain arguments")
     for one in re.finditer(BARE_CALL, text):
         function, _, rest = one[0].partition("(")
         found = re.findall(rf"(\w+)=({BARE_VALUE})", rest)

@@ -1,8 +1,8 @@
 """Cross-entropy of observations as a term of a policy's loss (`--observation_weight`): what the environment answers.
 
 An observation's tokens stand behind the first turn of a row and were not sampled, the template's marks among them. The
-token right behind a turn is none: where a limit cut the turn, that is the end that it never wrote. What a row begins
-with carries no loss, nor do observations of episodes that are left out.
+token right behind a turn does not count: where a limit cut the turn, the policy did not write this end. The prompt of a
+row carries no loss, nor do observations of episodes that are left out.
 """
 
 from __future__ import annotations

@@ -137,7 +137,7 @@ IN_PYTHON = {  # calls between the marks, and what they are by either form; a te
     "[f(a=1, a=2)]": ("twice", "twice"),
     "[f(1)]": ("named arguments", "plain arguments"),
     "[f(**x)]": ("no name", "plain arguments"),
-    "f(a=1)": ("no list", "no list"),
+    "f(a=1)": ("not a list", "not a list"),
     "[f(a={1: 2})]": ("not a text", "plain arguments"),
     "[f(a=(1, 2))]": ("a tuple", "plain arguments"),
     "[f(a=1e999)]": ("a float", "a float"),
