@@ -198,7 +198,7 @@ def test_a_turn_is_credited_with_what_follows_it(name, pools, tmp_path):
 def test_flags_of_episodes_without_episodes_are_refused():
     plain = {"env": None, "max_turns": 8, "reward_function": ["x:y"]}
     agent_args(**plain)
-    for name, value in (("max_turns", 4), ("max_episode_tokens", 9), ("env_timeout", 3.0), ("observation_weight", 0.1)):
+    for name, value in (("max_turns", 4), ("max_episode_tokens", 9), ("observation_weight", 0.1), ("lockstep", False)):
         with error_naming(ValueError, f"--{name} {value} is of episodes", "--env, --tools, --mcp or --agent"):
             agent_args(**plain | {name: value})
 

@@ -42,7 +42,7 @@ NOT_BY_PROGRAMS: dict[str, Any] = {
     **{"importance_sampling_level": "sequence", "aggregation": "constant", "advantage": "none"},
 }
 OF_EPISODES = {"max_turns", "max_episode_tokens", "max_observation_tokens", "env_workers", "env_timeout"}
-OF_EPISODES |= {"observation_weight"}
+OF_EPISODES |= {"observation_weight", "lockstep"}
 NOT_BY_TURN: dict[str, Any] = {"normalize_each_reward": True, "advantage": "maxrl"}
 
 
