@@ -90,7 +90,7 @@ def run(args: CheckRunArgs) -> list[Verdict]:
     if args.follow:
         verdicts = diagnose(read_curves(args.run))
     elif is_experiment_dir(args.run):
-        verdicts = [*check_steps(read_run(args.run)), *check_run_files(args.run), *check_own(args.run)]
+        verdicts = strongest([*check_steps(read_run(args.run)), *check_run_files(args.run), *check_own(args.run)])
     else:
         steps = read_foreign(args.run) or read_steps(args.run)
         verdicts = check_steps(steps)
@@ -105,18 +105,25 @@ def run(args: CheckRunArgs) -> list[Verdict]:
 
 def check_steps(steps: Iterable[Step]) -> list[Verdict]:
     """One verdict a check over all steps: the first that is wrong, else right where any is."""
+    return strongest(_check(step, name, check) for step in steps for name, check in CHECKS.items())
+
+
+def _check(step: Step, name: str, check: Callable[[Step], Verdict]) -> Verdict:
+    """The verdict of a check on a step; without its fields it cannot tell."""
+    try:
+        verdict = check(step)
+    except Missing as missing:
+        return Verdict(name, CANNOT_TELL, evidence=f"needs {missing}")
+    return verdict._replace(evidence=f"{step.name}: {verdict.evidence}") if verdict.says == WRONG else verdict
+
+
+def strongest(verdicts: Iterable[Verdict]) -> list[Verdict]:
+    """One verdict a check: the first that is wrong, else the first that is right, else the first."""
     found: dict[str, Verdict] = {}
     order = (CANNOT_TELL, RIGHT, WRONG)
-    for step in steps:
-        for name, check in CHECKS.items():
-            try:
-                verdict = check(step)
-            except Missing as missing:
-                verdict = Verdict(name, CANNOT_TELL, evidence=f"needs {missing}")
-            if verdict.says == WRONG:
-                verdict = verdict._replace(evidence=f"{step.name}: {verdict.evidence}")
-            if name not in found or order.index(verdict.says) > order.index(found[name].says):
-                found[name] = verdict
+    for one in verdicts:
+        if one.name not in found or order.index(one.says) > order.index(found[one.name].says):
+            found[one.name] = one
     return list(found.values())
 
 

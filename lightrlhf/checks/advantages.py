@@ -153,17 +153,30 @@ def check_gae(step: Step) -> Verdict:
     size = float((rewards.abs() + values.abs())[mask].max()) if bool(mask.any()) else 0.0
     error = torch.full_like(values, ROUNDINGS * step.unit * size * step.width)
 
-    def of(gamma: float, lambd: float, mask: Tensor = mask) -> Formula:
-        made = ops.gae(rewards, torch.where(mask, values, 0.0), mask, gamma, lambd)[0]
-        return Formula(torch.where(mask, made, 0.0), error)
+    def of(rewards: Tensor = rewards, values: Tensor = values, sign: float = 1.0, **other: float) -> dict[str, Formula]:
+        discounts = {name: other.get(name, step.config[name]) for name in ("gamma", "lambd")}
+        made = sign * ops.gae(rewards, torch.where(mask, values, 0.0), mask, **discounts)[0]
+        plain = torch.where(mask, made, 0.0)
+        spread = float(plain[mask].std(correction=0)) + groups.EPS
+        return {"gae": Formula(plain, error), "whitened gae": Formula(ops.whiten(plain, mask), (error + EPS) / spread)}
 
-    gamma, lambd = step.config["gamma"], step.config["lambd"]
-    plain = of(gamma, lambd)
-    spread = float(plain.values[mask].std(correction=0)) + groups.EPS
-    loose = Formula(ops.whiten(plain.values, mask), (error + EPS) / spread)
-    by_row = torch.stack([ops.whiten(row[None], one[None])[0] for row, one in zip(plain.values, mask)])
-    faults = {"whitened per sequence": Formula(by_row, (error + EPS) / spread), "gamma 1": of(1.0, lambd)}
-    faults |= {"lambda 1": of(gamma, 1.0), "lambda 0": of(gamma, 0.0), "sign": Formula(-plain.values, error)}
+    meant = of()
+    rows = zip(meant["gae"].values, mask)
+    by_row = torch.stack([ops.whiten(row[None], one[None])[0] for row, one in rows])
+    changed = {
+        "sign": of(sign=-1.0),
+        "gamma 1": of(gamma=1.0),
+        "lambda 1": of(lambd=1.0),
+        "lambda 0": of(lambd=0.0),
+        "values of 0": of(values=torch.zeros_like(values)),
+        "values one late": of(values=values.roll(1, 1)),
+        "values one early": of(values=values.roll(-1, 1)),
+    }
+    if "kl" in step and step.config.get("kl_coeff"):
+        penalty = torch.where(mask, step.config["kl_coeff"] * step.of_tokens("kl"), 0.0)
+        changed["KL left out"], changed["sign of the KL"] = of(rewards + penalty), of(rewards + 2 * penalty)
+    faults = {"whitened per sequence": Formula(by_row, meant["whitened gae"].error)}
+    for name, made in changed.items():
+        faults |= {name: made["gae"], f"{name}, whitened": made["whitened gae"]}
     found = torch.where(mask, step.of_tokens("advantages"), 0.0)
-    meant = {"gae": plain, "whitened gae": loose}
     return judge("advantages", found, Known(meant, faults), list(meant), "gamma, lambd")

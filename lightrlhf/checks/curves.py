@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from lightrlhf.checks.logprobs import LARGEST_LOGIT, ROUNDED
+from lightrlhf.checks.runs import is_wide
 from lightrlhf.checks.step import UNITS
 from lightrlhf.checks.verdicts import CANNOT_TELL, RIGHT, WRONG, Verdict
 from lightrlhf.cli.errors import UsageError
@@ -67,8 +68,7 @@ def _is_number(value: Any) -> bool:
 
 def _is_exact(args: Mapping[str, Any]) -> bool:
     """Whether the ratio is of one engine's passes in float32, without dropout."""
-    is_wide = str(args.get("precision", "32")).startswith("32")
-    return is_wide and bool(args.get("disable_dropout")) and not args.get("rollout_server")
+    return is_wide(args) and bool(args.get("disable_dropout")) and not args.get("rollout_server")
 
 
 def read_rows(place: Path) -> list[dict[str, Any]]:

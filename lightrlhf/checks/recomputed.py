@@ -13,8 +13,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lightrlhf.checks import gaps, gradient, weights
-from lightrlhf.checks.runs import DIGITS
+from lightrlhf.checks import gaps, gradient, teachers, weights
+from lightrlhf.checks.capture import alone
+from lightrlhf.checks.masks import check_members
+from lightrlhf.checks.passes import check_samples
+from lightrlhf.checks.runs import DIGITS, is_wide
 from lightrlhf.checks.step import Missing, Step, from_rows
 from lightrlhf.checks.verdicts import CANNOT_TELL, WRONG, Verdict
 from lightrlhf.checks.weights import Weights
@@ -25,6 +28,7 @@ from lightrlhf.programs import TRAINING
 from lightrlhf.storage.checkpoint import checkpoints
 from lightrlhf.storage.run_dir import read_args, read_logged
 
+MOST_SAMPLES = 32  # rows
 SAMPLER, TRAINER = ("sampler_logprobs",), ("old_logprobs", "new_logprobs")
 
 
@@ -154,33 +158,109 @@ def _of_update(steps: Sequence[Step], models: Models, policy: Weights, made: lis
 
 
 # ------------------------------------------------------------------------------------------------------------ own runs
+class Logged(NamedTuple):
+    """Rows that the weights of a checkpoint sampled."""
+
+    args: dict[str, Any]
+    version: int
+    rows: Sequence[dict[str, Any]]
+    policy: Weights
+
+
 def check_own(directory: str) -> Iterator[Verdict]:
-    """The verdict on the log-probabilities of our own run, at the last checkpoint that sampled logged rows."""
-    yield _verdict("trainer", lambda: _at_checkpoint(directory))
+    """Verdicts on our own run at the last checkpoint that sampled logged rows: its log-probabilities, its samples, and
+    what a teacher makes of them."""
+    try:
+        logged = _logged(directory)
+    except Missing as missing:
+        yield Verdict("trainer", CANNOT_TELL, evidence=f"needs {missing}")
+        return
+    yield _verdict("trainer", lambda: _of_trainer(logged))
+    step = sampled(logged)
+    yield _verdict("samples", lambda: check_samples(step))
+    yield _verdict("members", lambda: check_members(step))
+    if logged.args.get("program") == "distill":
+        yield _verdict("kl", lambda: _of_teacher(logged))
 
 
-def _at_checkpoint(directory: str) -> Verdict:
-    """Rows of one version of the weights: the logged gap plus the reference's log-probabilities are the policy's."""
+def _logged(directory: str) -> Logged:
+    """The rows of the last version of the weights that is a checkpoint. Raises: Missing."""
     args, folders = read_args(directory), {int(one.name.split("-")[1]): one for one in checkpoints(Path(directory))}
-    rows = [row for row in read_logged(Path(directory) / "rollouts.jsonl") if row.get("log_ratio")]
-    if not rows:
-        raise Missing("rollouts.jsonl with log_ratio (--log_rollouts, --init_kl_coeff)")
-    versions = sorted({row["version"] for row in rows} & {*folders})
+    rows = [row for row in read_logged(Path(directory) / "rollouts.jsonl") if any(row["mask"])]
+    versions = sorted({int(row.get("version", -1)) for row in rows} & {*folders})
     if not versions:
-        raise Missing("rows sampled by the weights of a checkpoint (save_interval, log_interval)")
+        raise Missing("rows sampled by the weights of a checkpoint (--log_rollouts, --save_interval, --log_interval)")
     if args.get("max_staleness") or args.get("rollout_server"):
         raise Missing("rows whose version of the weights is the step's, without servers")
-    start = args.get("sft_experiment_dir") or args.get("model_name")
-    if start in (None, "tiny") or args.get("base_dtype") == "bfloat16":
-        raise Missing("the weights that the run started from")
+    if args.get("program") in TRAINING and TRAINING[args["program"]].data == "environment":
+        raise Missing("rows of one text: each decision of an episode reads another prompt")
     try:
-        reference = weights.load(str(start), "--model_name")
         policy = weights.load(str(folders[versions[-1]]), "--model_name")
     except UsageError as problem:
         raise Missing(f"weights that can be read: {problem}") from problem
-    step = _with_policy(rows, versions[-1], args, reference)
-    known = gaps.Known([reference])
-    return gaps.check_array(step, "old_logprobs", policy, known, "trainer", is_sampler=False)
+    return Logged(args, versions[-1], [row for row in rows if row.get("version") == versions[-1]], policy)
+
+
+def _start_of(args: dict[str, Any]) -> Weights:
+    """The weights that a run began from. Raises: Missing."""
+    start = args.get("sft_experiment_dir") or args.get("model_name")
+    if start in (None, "tiny") or args.get("base_dtype") == "bfloat16":
+        raise Missing("the weights that the run started from")
+    return _load(str(start))
+
+
+def _load(name: str) -> Weights:
+    """Weights of a name in the arguments of a run. Raises: Missing."""
+    try:
+        return weights.load(name, "--model_name")
+    except UsageError as problem:
+        raise Missing(f"weights that can be read: {problem}") from problem
+
+
+def _of_trainer(logged: Logged) -> Verdict:
+    """The logged gap plus the reference's log-probabilities are the policy's."""
+    rows = [row for row in logged.rows if row.get("log_ratio")]
+    if not rows:
+        raise Missing("rollouts.jsonl with log_ratio (--init_kl_coeff)")
+    reference = _start_of(logged.args)
+    step = _with_policy(rows, logged.version, logged.args, reference)
+    return gaps.check_array(step, "old_logprobs", logged.policy, gaps.Known([reference]), "trainer", is_sampler=False)
+
+
+def sampled(logged: Logged) -> Step:
+    """Some of the rows, with the log-probabilities and entropies of what was sampled."""
+    args, rows = logged.args, logged.rows[:MOST_SAMPLES]
+    temperature = float(args.get("temperature") or 1.0)
+    given = []
+    for row in rows:
+        ids = row["prompt_ids"] + row["response_ids"]
+        one = {"input_ids": ids, "loss_mask": [0] * len(row["prompt_ids"]) + row["mask"], "group": row["group"]}
+        (made,) = alone(logged.policy.model, [torch.tensor(ids)], temperature)
+        one |= {"alone_logprobs": made.logprobs.tolist(), "alone_entropy": made.entropy.tolist()}
+        given.append(one | {"alone_spread": made.spread.tolist()})
+    config = {name: args.get(name) for name in ("temperature", "top_p", "top_k", "min_p")}
+    return from_rows(given, config, f"version {logged.version}")
+
+
+def _of_teacher(logged: Logged) -> Verdict:
+    """The logged divergence from the teacher of each token."""
+    args, known = logged.args, ("exact", "k1")
+    if args.get("estimator") not in known or args.get("privileged_column") or args.get("teacher_column"):
+        raise Missing(f"one teacher that reads the prompt, and the estimator {' or '.join(known)}")
+    if not is_wide(args):
+        raise Missing("passes in float32")
+    if args.get("teacher_server") or (args.get("teacher") is None and args.get("own_teacher") != "start"):
+        raise Missing("the teacher's weights")
+    teacher = _load(str(args["teacher"])) if args.get("teacher") else _start_of(args)
+    step = from_rows([_told(row) for row in logged.rows], {"digits": DIGITS}, f"version {logged.version}")
+    return teachers.check_divergence(step, logged.policy, teacher, args["estimator"])
+
+
+def _told(row: dict[str, Any]) -> dict[str, Any]:
+    """A row whose advantages are less the divergence."""
+    mask = [0] * len(row["prompt_ids"]) + row["mask"]
+    told = [None if value is None else -value for value in row["advantages"]]
+    return {"input_ids": row["prompt_ids"] + row["response_ids"], "loss_mask": mask, "kl": told}
 
 
 def _first_turn(mask: list[int]) -> list[int]:
@@ -192,7 +272,6 @@ def _first_turn(mask: list[int]) -> list[int]:
 
 def _with_policy(rows: Sequence[dict[str, Any]], version: int, args: dict[str, Any], reference: Weights) -> Step:
     """A step of the rows of a version, whose old log-probabilities are logged gap plus reference."""
-    chosen = [row for row in rows if row["version"] == version]
     one_turn = args.get("program") in TRAINING and TRAINING[args["program"]].data == "dialogue"
     given = [
         {
@@ -200,10 +279,10 @@ def _with_policy(rows: Sequence[dict[str, Any]], version: int, args: dict[str, A
             "loss_mask": [0] * len(row["prompt_ids"]) + (_first_turn(row["mask"]) if one_turn else row["mask"]),
             "old_logprobs": row["log_ratio"],
         }
-        for row in chosen
+        for row in rows
     ]
     config = {"method": args.get("program"), "digits": DIGITS, "temperature": args.get("temperature")}
-    config["dtype"] = "float32" if str(args.get("precision", "32")).startswith("32") else None
+    config["dtype"] = "float32" if is_wide(args) else None
     step = from_rows(given, config, f"version {version}")
     texts = weights.sample(step, reference.model.config.get_text_config().vocab_size)
     logits = weights.run(reference.model, texts)

@@ -9,61 +9,133 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from lightrlhf.checks.logprobs import LARGEST_LOGIT, ROUNDED
+from lightrlhf.checks.losses import check_loss
 from lightrlhf.checks.step import UNITS, Missing, Step, from_rows
 from lightrlhf.checks.verdicts import RIGHT, WRONG, Verdict
+from lightrlhf.maths import preference
 from lightrlhf.maths.groups import ADVANTAGES
+from lightrlhf.maths.ops import KL_ESTIMATORS
+from lightrlhf.maths.unpaired import UNPAIRED_LOSSES, Responses
+from lightrlhf.rewards import kl
 from lightrlhf.storage.checkpoint import checkpoints
 from lightrlhf.storage.run_dir import read_args, read_logged, read_metrics
 
+LOSS_OF = {"dpo": "train/preference_loss", "kto": "train/loss"}  # names of metrics
 DIGITS = 5  # of the numbers in rollouts.jsonl
-CHANGED = ("normalize_advantages", "overlong_buffer", "missing_eos_penalty", "overlong_filter", "normalize_each_reward")
+CHANGED = ("normalize_advantages", "overlong_filter", "normalize_each_reward")
+AT_ONE = ("clip", "sapo")  # losses that are known where the ratio is 1, whatever the log-probabilities
+APART = ("entropy_coeff", "teacher_coeff", "rollout_server", "overlong_filter")  # what else enters a loss
+PENALTIES = ("overlong_buffer", "missing_eos_penalty")
 OF_AGENTS = ("env", "tools", "mcp", "agent")
-OF_ROLLOUTS = ("batch_std", "none")  # advantages that need rows which are not logged
+
+
+class Run(NamedTuple):
+    """What the steps of a run have in common."""
+
+    args: Mapping[str, Any]
+    ends: list[int]  # end tokens
+    metrics: Mapping[int, Mapping[str, Any]]  # rows of `metrics.jsonl` of a single step, by it
+
+
+def of_run(directory: str) -> Run:
+    """Arguments, end tokens and metrics of a run."""
+    args, file = read_args(directory), Path(directory) / "metrics.jsonl"
+    rows = {row["step"]: row for row in read_logged(file)} if args.get("log_interval", 1) == 1 else {}
+    return Run(args, _ends(Path(directory)), rows)
 
 
 def read_run(directory: str) -> list[Step]:
     """The logged samples of each step of a run; none where it has no rollouts."""
-    args, rows = read_args(directory), read_logged(Path(directory) / "rollouts.jsonl")
-    ends = _ends(Path(directory))
-    return [_step(list(part), args, ends, step) for step, part in groupby(rows, key=lambda row: row["step"])]
+    run, rows = of_run(directory), read_logged(Path(directory) / "rollouts.jsonl")
+    return [_step(list(part), run, step) for step, part in groupby(rows, key=lambda row: row["step"])]
 
 
-def _step(rows: list[dict[str, Any]], args: Mapping[str, Any], ends: list[int], number: int) -> Step:
+def _step(rows: list[dict[str, Any]], run: Run, number: int) -> Step:
     """One step: ids, masks, scores and groups, and advantages where they are made of the logged rows alone."""
-    size = args.get("num_generations") or 1
+    args, size = run.args, run.args.get("num_generations") or 1
     members = Counter(row["group"] for row in rows)
-    made, kept = [], [row for row in rows if members[row["group"]] == size]
-    is_of_groups = args.get("program") == "grpo" and args.get("advantage") in {*ADVANTAGES} - {*OF_ROLLOUTS}
-    is_plain = is_of_groups and not any(args.get(name) for name in CHANGED)
+    kept = [row for row in rows if members[row["group"]] == size]
+    whole, by_gae = is_whole(args, rows), _gae(run, rows, number)
+    kinds = {*ADVANTAGES} - ({"none"} if whole else {"none", "batch_std"})
+    is_of_groups = args.get("program") == "grpo" and args.get("advantage") in kinds
+    changed = CHANGED + (PENALTIES if any(args.get(name) for name in OF_AGENTS) else ())
+    is_plain = is_of_groups and not any(args.get(name) for name in changed) and bool(kept)
     config = {"method": args.get("program"), "digits": DIGITS, "temperature": args.get("temperature")}
-    sizes = [0.0]
+    config |= {name: args.get(name) for name in ("top_p", "top_k", "min_p")}
+    sizes, made = [0.0], []
     for row in kept or rows:
         prompt, response = row["prompt_ids"], row["response_ids"]
         one = {"input_ids": prompt + response, "loss_mask": [0] * len(prompt) + row["mask"], "prompt_len": len(prompt)}
         if row["truncated"] is not None and not args.get("stop_strings"):
             one["truncated"] = float(row["truncated"])
-        if is_plain and kept:
+        if kept and size > 1:
+            one["group"] = row["group"]
+        if is_plain:
             first = next((value for value, is_on in zip(row["advantages"], row["mask"]) if is_on), 0.0)
-            one |= {"rewards": row["score"], "group": row["group"], "advantages": first}
+            one |= {"rewards": penalised(row, args), "advantages": first}
             one["row_kl"] = sum(value or 0.0 for value in row["log_ratio"] or [])
             sizes.append(sum(abs(value or 0.0) for value in row["log_ratio"] or []) + abs(first))
-        made.append(one)
-    if is_plain and kept:
+        made.append(one | by_gae(row) if by_gae else one)
+    if is_plain:
         coeff = args["init_kl_coeff"] if args["kl_placement"] == "reward" else 0.0
         _without_kl(made, coeff, size / (size - 1) if args["advantage"] == "rloo" and size > 1 else 1.0)
         config["advantage_error"] = (2.0 + coeff) * 10.0 ** (1 - DIGITS) * max(sizes) if coeff else 0.0
     config["mask_truncated"] = bool(args.get("overlong_filter"))
-    ends = [] if any(args.get(name) for name in OF_AGENTS) else ends  # templates end turns that were cut
-    config |= {"eos_token_id": ends or None} | ({"advantage": args["advantage"]} if is_plain and kept else {})
+    ends = [] if any(args.get(name) for name in OF_AGENTS) else run.ends  # templates end turns that were cut
+    config |= {"eos_token_id": ends or None} | ({"advantage": args["advantage"]} if is_plain else {})
+    if by_gae:
+        config |= {"advantage": "gae", "gamma": args["gae_gamma"], "lambd": args["gae_lambd"]}
+        config["kl_coeff"] = run.metrics[number]["objective/kl_coeff"]
     return from_rows(made, config, f"step {number}")
+
+
+def is_whole(args: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the logged rows are all of their step: one rank, and no episodes, which may be several rows."""
+    count = (args.get("rollout_size") or 0) * (args.get("num_generations") or 1)
+    one_rank = (args.get("devices") or 1) == (args.get("num_nodes") or 1) == 1
+    return one_rank and len(rows) == count and not any(args.get(name) for name in OF_AGENTS)
+
+
+def penalised(row: Mapping[str, Any], args: Mapping[str, Any]) -> float | None:
+    """The score of which an advantage was made: less the penalties of length."""
+    score: float | None = row["score"]
+    if score is None:
+        return None
+    score -= (args.get("missing_eos_penalty") or 0.0) * bool(row["truncated"])
+    if buffer := args.get("overlong_buffer"):
+        over = kl.overlong(torch.tensor(float(sum(row["mask"]))), args["max_new_tokens"], buffer)
+        score -= args["overlong_penalty"] * float(over)
+    return score
+
+
+def _gae(run: Run, rows: list[dict[str, Any]], number: int) -> Callable[[dict[str, Any]], dict[str, Any]] | None:
+    """What PPO's advantages are made of, by row; None where not all is logged, or actions are of several tokens."""
+    args = run.args
+    is_ppo = args.get("program") == "ppo" and args.get("termination_condition") == "fixed" and args.get("ngram") == 1
+    coeff = run.metrics.get(number, {}).get("objective/kl_coeff") if is_ppo else None
+    if not is_whole(args, rows) or any(row["score"] is None for row in rows) or coeff is None:
+        return None
+    if coeff and any(row["log_ratio"] is None for row in rows):
+        return None
+
+    def made_of(row: dict[str, Any]) -> dict[str, Any]:
+        ratios = torch.tensor([value or 0.0 for value in row["log_ratio"] or row["mask"]], dtype=torch.float64)
+        of_tokens = KL_ESTIMATORS[args["kl_estimator"]](ratios, torch.zeros_like(ratios)) if coeff else 0.0 * ratios
+        rewards = -coeff * of_tokens * torch.tensor(row["mask"])
+        rewards[max(i for i, is_on in enumerate(row["mask"]) if is_on)] += row["score"]
+        made = {"token_rewards": rewards.tolist(), "values": row["values"], "advantages": row["advantages"]}
+        return made | {"kl": of_tokens.tolist()}
+
+    return made_of
 
 
 def _without_kl(rows: list[dict[str, Any]], coeff: float, scale: float) -> None:
@@ -91,11 +163,52 @@ def _ends(directory: Path) -> list[int]:
 # ------------------------------------------------------------------------------------------- metrics and checkpoints
 def check_run_files(directory: str) -> Iterator[Verdict]:
     """Verdicts beside the steps: on the first update, and on the weights of checkpoints."""
-    for name, check in (("start", check_start), ("weights", check_weights)):
+    for name, check in (("loss", check_logged_loss), ("start", check_start), ("weights", check_weights)):
         try:
             yield check(directory)
         except Missing as missing:
             yield Verdict(name, "cannot tell", evidence=f"needs {missing}")
+
+
+def check_logged_loss(directory: str) -> Verdict:
+    """The loss of steps of GRPO and PPO with one update, in which all ratios are 1: the advantages, weighted."""
+    run, last = of_run(directory), None
+    if any(run.args.get(name) for name in (*APART, *OF_AGENTS)) or run.args.get("loss_type", "clip") not in AT_ONE:
+        raise Missing("a loss of ratios alone, of samples of this process")
+    if not run.args.get("disable_dropout") or not is_wide(run.args):
+        raise Missing("passes without dropout in float32: else the ratio of the first update is not 1")
+    rows = read_logged(Path(directory) / "rollouts.jsonl")
+    for number, part in groupby(rows, key=lambda row: row["step"]):
+        last = _check_loss(run, list(part), number) or last
+        if last is not None and last.says == WRONG:
+            return last
+    if last is None:
+        raise Missing("all rows of a step with one update, and its metrics (--log_rollouts, --log_interval 1)")
+    return last
+
+
+def _check_loss(run: Run, rows: list[dict[str, Any]], number: int) -> Verdict | None:
+    """The verdict on the loss of a step; None where it cannot be told."""
+    args, metrics = run.args, run.metrics.get(number, {})
+    with_kl = bool(args.get("init_kl_coeff")) and args.get("kl_placement") == "loss"
+    if not is_whole(args, rows) or metrics.get("policy/updates", _updates(args)) != 1 or "policy/loss" not in metrics:
+        return None
+    if any(row["score"] is None for row in rows) or (with_kl and any(row["log_ratio"] is None for row in rows)):
+        return None
+    made = []
+    for row in rows:
+        prompt, response = row["prompt_ids"], row["response_ids"]
+        one = {"input_ids": prompt + response, "loss_mask": [0] * len(prompt) + row["mask"], "group": row["group"]}
+        logprobs = row["log_ratio"] or [0.0] * len(response)  # beside a reference of 0
+        made.append(one | {"advantages": row["advantages"], "new_logprobs": logprobs, "old_logprobs": logprobs})
+        made[-1] |= {"ref_logprobs": [0.0] * len(response)} if with_kl else {}
+    config = {"method": "grpo", "digits": DIGITS, "loss_type": args.get("loss_type", "clip")}
+    config |= {"clip_low": args["clip_coeff"], "clip_high": args.get("clip_coeff_high") or args["clip_coeff"]}
+    config |= {"aggregation": args.get("aggregation", "token"), "max_new_tokens": args["max_new_tokens"]}
+    config |= {"kl_coeff": args["init_kl_coeff"], "kl_estimator": "k2 weighted"} if with_kl else {}
+    step = from_rows(made, config | {"loss": metrics["policy/loss"]}, f"step {number}")
+    verdict = check_loss(step)
+    return verdict._replace(evidence=f"{step.name}: {verdict.evidence}")
 
 
 def check_start(directory: str) -> Verdict:
@@ -106,10 +219,10 @@ def check_start(directory: str) -> Verdict:
         raise Missing("a row of metrics of step 1 (log_interval 1)")
     if not args.get("disable_dropout", True):
         raise Missing("disable_dropout: with dropout the first pass differs from the stored one")
-    if args.get("program") == "dpo" and args.get("loss_type") == "sigmoid" and "train/preference_loss" in first:
-        found, gap = first["train/preference_loss"], error * args["beta"] * 1e3  # tokens of two responses, at most
-        evidence = f"preference loss {found:.6g} at step 1; log 2 = {math.log(2):.6g} at the reference"
-        if abs(found - math.log(2)) <= gap:
+    if (meant := _loss_at_reference(args)) is not None and (name := LOSS_OF[args["program"]]) in first:
+        found, gap = first[name], error * args["beta"] * 1e3 * max(1.0, meant)  # tokens of two responses, at most
+        evidence = f"{name} {found:.6g} at step 1; {args['loss_type']} is {meant:.6g} at the reference"
+        if abs(found - meant) <= gap:
             return Verdict("start", RIGHT, evidence=evidence)
         causes = ("the reference is another model", "an adapter is missing in the reference", "dropout")
         return Verdict("start", WRONG, "reference is not the start", evidence, causes, "--sft_experiment_dir")
@@ -119,7 +232,32 @@ def check_start(directory: str) -> Verdict:
             return Verdict("start", RIGHT, evidence=evidence)
         causes = ("dropout in one of the passes", "another temperature", "stale weights of the sampler")
         return Verdict("start", WRONG, "ratio not 1 at the first pass", evidence, causes, "--disable_dropout")
-    raise Missing("dpo with the loss sigmoid, or one update for each rollout")
+    raise Missing("dpo or kto with a loss of log-ratios alone, or one update for each rollout")
+
+
+def _loss_at_reference(args: Mapping[str, Any]) -> float | None:
+    """The loss of pairs or labelled responses where policy and reference are one; None where that is not known."""
+    if args.get("ref_model") or args.get("program") not in LOSS_OF:
+        return None
+    kind, alone = args["loss_type"], torch.zeros(2, dtype=torch.float64)
+    if args["program"] == "kto":
+        if (args["desirable_weight"], args["undesirable_weight"]) != (1.0, 1.0):
+            return None
+        labels = torch.tensor([True, False])
+        given = Responses(policy_logps=alone, ref_logps=alone, desirable=labels, beta=args["beta"])
+        return float(UNPAIRED_LOSSES[kind](given).mean())
+    apart = {*preference.REFERENCE_FREE, *preference.SOFT_LABEL_LOSSES, "raft"}
+    if kind in apart or args.get("length_alpha") or args.get("rapo"):
+        return None
+    divergence = partial(preference.DIVERGENCES[args["f_divergence"]], alpha=args["f_alpha"])
+    sides = [f"{model}_{side}_logps" for model in ("policy", "ref") for side in ("chosen", "rejected")]
+    options: dict[str, Any] = {
+        "beta": args["beta"],
+        "label_smoothing": args["label_smoothing"],
+        "divergence": divergence,
+    }
+    options |= dict.fromkeys(sides, alone)
+    return float(preference.LOSSES[kind](preference.Pairs(**options)).mean())
 
 
 def _updates(args: Mapping[str, Any]) -> int:
@@ -132,7 +270,12 @@ def _updates(args: Mapping[str, Any]) -> int:
 def _unit(args: Mapping[str, Any]) -> float:
     """Rounding of the passes, by the run's precision."""
     half = "bfloat16" if "bf16" in str(args.get("precision")) else "float16"
-    return UNITS["float32" if str(args.get("precision", "32")).startswith("32") else half]
+    return UNITS["float32" if is_wide(args) else half]
+
+
+def is_wide(args: Mapping[str, Any]) -> bool:
+    """Whether passes are in float32."""
+    return str(args.get("precision", "32")).startswith("32")
 
 
 def check_weights(directory: str) -> Verdict:

@@ -15,9 +15,15 @@ from safetensors.torch import load_file, save_file
 from lightrlhf import check_run
 from lightrlhf.programs import TRAINING
 
-PROGRAMS = ("sft", "dpo", "ppo", "grpo")
-MEANT = {"sft": {"weights"}, "dpo": {"start", "weights"}, "ppo": {"mask", "start", "weights", "trainer"}}
-MEANT["grpo"] = {"mask", "members", "advantages", "weights", "trainer"}
+PROGRAMS = ("sft", "dpo", "kto", "ppo", "grpo", "distill")
+SAMPLING = ("ppo", "grpo", "distill")
+LONG = "--max_new_tokens=12", "--rollout_size=6", "--mini_batch_size=6", "--num_generations=1"
+OF_GROUPS = "--max_new_tokens=12", "--num_generations=4", "--mini_batch_size=12", "--ppo_epochs=1"
+OWN = {"ppo": LONG[:3], "grpo": OF_GROUPS, "distill": LONG}
+MEANT = {"sft": {"weights"}, "dpo": {"start", "weights"}, "kto": {"start", "weights"}}
+MEANT["ppo"] = {"mask", "members", "samples", "advantages", "loss", "start", "weights", "trainer"}
+MEANT["grpo"] = MEANT["ppo"]
+MEANT["distill"] = {"mask", "members", "samples", "weights", "kl"}
 
 
 @pytest.fixture(scope="module")
@@ -25,8 +31,11 @@ def runs(tmp_path_factory, cafe_data, talk_data, tokenizer):
     folder = tmp_path_factory.mktemp("runs")
     made = TinyRuns(folder, cafe_data, talk_data, tokenizer)
     flags = "--disable_dropout=True", "--log_rollouts=100"
-    flags_of = {name: made.flags(name, folder / name, *flags[: 1 + (name in ("ppo", "grpo"))]) for name in PROGRAMS}
-    return {name: Path(main_of(name)(flags_of[name])) for name in PROGRAMS}
+    found = {}
+    for name in PROGRAMS:
+        more = (*flags[: 1 + (name in SAMPLING)], *OWN.get(name, ()))
+        found[name] = Path(main_of(name)(made.flags(name, folder / name, *more)))
+    return found
 
 
 OTHERS = [name for name in TRAINING if name not in PROGRAMS]
@@ -92,11 +101,49 @@ def edit(run, copy, name, change):
     [
         ("ppo", "policy/ratio", 1.02, "ratio not 1 at the first pass"),
         ("dpo", "train/preference_loss", 0.75, "reference is not the start"),
+        ("kto", "train/loss", 0.6, "reference is not the start"),
+        ("grpo", "policy/loss", 7.7, "differs from every known formula"),
     ],
 )
 def test_a_wrong_start_is_named(runs, tmp_path, program, metric, value, fault):
     edit(runs[program], tmp_path / "run", "metrics.jsonl", lambda row: row.update({metric: value}))
     assert {one.fault for one in verdicts_of(tmp_path / "run") if one.says == "wrong"} == {fault}
+
+
+@pytest.mark.parametrize(
+    "program, fault", [("ppo", {"advantages": "sign, whitened"}), ("distill", {"kl": "sign of exact"})]
+)
+def test_advantages_of_the_wrong_sign_are_named(runs, tmp_path, program, fault):
+    edit(runs[program], tmp_path / "run", "rollouts.jsonl", sign)
+    found = {one.name: one.fault for one in verdicts_of(tmp_path / "run") if one.says == "wrong"}
+    assert found == fault
+
+
+@pytest.mark.parametrize(
+    "program, changed, check",
+    [
+        ("dpo", {"ref_model": "another"}, "start"),
+        ("dpo", {"length_alpha": 0.1}, "start"),
+        ("kto", {"desirable_weight": 1.5}, "start"),
+        ("grpo", {"disable_dropout": False}, "loss"),
+        ("grpo", {"precision": "bf16-mixed"}, "loss"),
+        ("grpo", {"ppo_epochs": 2}, "loss"),
+        ("grpo", {"devices": 2}, "loss"),
+        ("grpo", {"loss_type": "reinforce"}, "loss"),
+        ("grpo", {"overlong_filter": True}, "advantages"),
+        ("ppo", {"ngram": 2}, "advantages"),
+        ("ppo", {"log_interval": 2}, "advantages"),
+        ("distill", {"precision": "bf16-mixed"}, "kl"),
+        ("distill", {"own_teacher": "average", "teacher": None}, "kl"),
+        ("distill", {"privileged_column": "answer"}, "kl"),
+    ],
+)
+def test_what_settings_leave_open_is_not_judged(runs, tmp_path, program, changed, check):
+    shutil.copytree(runs[program], tmp_path / "run")
+    args = json.loads((tmp_path / "run" / "args.json").read_text())
+    (tmp_path / "run" / "args.json").write_text(json.dumps(args | changed))
+    reseal(tmp_path / "run")
+    assert {one.name: one.says for one in verdicts_of(tmp_path / "run")}[check] == "cannot tell"
 
 
 @pytest.mark.parametrize("fault", ["weights did not change", "weights are not finite"])
@@ -108,6 +155,13 @@ def test_weights_that_stand_still_or_burst_are_named(runs, tmp_path, fault):
         weights["model.norm.weight"] = torch.full_like(weights["model.norm.weight"], torch.nan)
     save_file(weights, last)
     assert {one.fault for one in verdicts_of(tmp_path / "run") if one.says == "wrong"} == {fault}
+
+
+def test_decisions_that_read_other_prompts_are_not_judged_as_one_text(tmp_path, cafe_data, talk_data, tokenizer):
+    made = TinyRuns(tmp_path, cafe_data, talk_data, tokenizer)
+    flags = made.flags("reflect_rl", tmp_path / "run", "--init_kl_coeff=0.1", "--log_rollouts=8", steps=4)
+    says = {one.name: one.says for one in verdicts_of(main_of("reflect_rl")(flags))}
+    assert "wrong" not in says.values() and says["trainer"] == "cannot tell"
 
 
 def test_frozen_layers_that_changed_are_named(runs, tmp_path):
