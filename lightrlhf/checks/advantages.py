@@ -150,8 +150,9 @@ def check_gae(step: Step) -> Verdict:
     """Advantages of tokens from rewards and values (PPO)."""
     step.need("advantages", "token_rewards", "values", "loss_mask", "gamma", "lambd")
     rewards, values, mask = step.of_tokens("token_rewards"), step.of_tokens("values"), step.mask()
-    size = float((rewards.abs() + values.abs())[mask].max()) if bool(mask.any()) else 0.0
-    error = torch.full_like(values, ROUNDINGS * step.unit * size * step.width)
+    of_tokens = step.unit * torch.where(mask, rewards.abs() + 2 * values.abs().maximum(values.roll(-1, 1).abs()), 0.0)
+    sizes = of_tokens, torch.zeros_like(values), mask, step.config["gamma"], step.config["lambd"]
+    error = ROUNDINGS * ops.gae(*sizes)[0]  # of each token those that follow
 
     def of(rewards: Tensor = rewards, values: Tensor = values, sign: float = 1.0, **other: float) -> dict[str, Formula]:
         discounts = {name: other.get(name, step.config[name]) for name in ("gamma", "lambd")}

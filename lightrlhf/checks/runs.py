@@ -33,6 +33,7 @@ LOSS_OF = {"dpo": "train/preference_loss", "kto": "train/loss"}  # names of metr
 DIGITS = 5  # of the numbers in rollouts.jsonl
 CHANGED = ("normalize_advantages", "overlong_filter", "normalize_each_reward")
 AT_ONE = ("clip", "sapo")  # losses that are known where the ratio is 1, whatever the log-probabilities
+NEED_LOGPROBS = ("loss cispo", "loss reinforce")  # faults that fit where these are not known
 APART = ("entropy_coeff", "teacher_coeff", "rollout_server", "overlong_filter")  # what else enters a loss
 PENALTIES = ("overlong_buffer", "missing_eos_penalty")
 OF_AGENTS = ("env", "tools", "mcp", "agent")
@@ -208,6 +209,8 @@ def _check_loss(run: Run, rows: list[dict[str, Any]], number: int) -> Verdict | 
     config |= {"kl_coeff": args["init_kl_coeff"], "kl_estimator": "k2 weighted"} if with_kl else {}
     step = from_rows(made, config | {"loss": metrics["policy/loss"]}, f"step {number}")
     verdict = check_loss(step)
+    if verdict.fault in NEED_LOGPROBS and (fit := [one for one in verdict.causes if one not in NEED_LOGPROBS]):
+        verdict = verdict._replace(fault=fit[0], causes=tuple(fit) if len(fit) > 1 else ())
     return verdict._replace(evidence=f"{step.name}: {verdict.evidence}")
 
 
