@@ -168,8 +168,8 @@ class Logged(NamedTuple):
 
 
 def check_own(directory: str) -> Iterator[Verdict]:
-    """Verdicts on our own run at the last checkpoint that sampled logged rows: its log-probabilities, its samples, and
-    what a teacher makes of them."""
+    """Verdicts on our own run at the last checkpoint that sampled logged rows: its log-probabilities and samples,
+    and the divergence from a teacher."""
     try:
         logged = _logged(directory)
     except Missing as missing:
