@@ -34,7 +34,7 @@ from lightrlhf.checks.data_rows import Item, Text, is_tokenised, of_prepared, of
 from lightrlhf.checks.data_tally import First, Tally
 from lightrlhf.checks.template_marks import marks_of
 from lightrlhf.checks.verdicts import Verdict, is_wrong, show, write
-from lightrlhf.cli.errors import UsageError, first_line, one_line_errors
+from lightrlhf.cli.errors import RunFailure, UsageError, first_line, one_line_errors
 from lightrlhf.cli.fields import Args, at_least, check_args, flag
 from lightrlhf.cli.parser import parse
 from lightrlhf.data.flat import from_stored
@@ -163,7 +163,7 @@ def of_ids(source: Source, tally: Tally) -> Iterator[Item]:
     for raw in source:
         try:
             yield from of_tokenised(raw.values, raw.source, raw.split or "train")
-        except (KeyError, TypeError, ValueError, IndexError) as problem:
+        except (KeyError, TypeError, ValueError, IndexError, OverflowError) as problem:
             tally.count("rows refused", First(raw.source), f"{type(problem).__name__} {first_line(problem)}")
 
 
@@ -234,7 +234,10 @@ def of_example(example: Example) -> Item:
 @one_line_errors
 def main(argv: list[str] | None = None) -> list[Verdict]:
     """Run the program; exits with status 1 when a fault is found, else returns the verdicts."""
-    verdicts = run(parse(CheckDataArgs, argv))
+    try:
+        verdicts = run(parse(CheckDataArgs, argv))
+    except RunFailure as problem:  # of reading: a failure has the status of a fault
+        raise UsageError(str(problem)) from None
     if is_wrong(verdicts):
         sys.exit(1)
     return verdicts

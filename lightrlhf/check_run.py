@@ -39,7 +39,7 @@ from lightrlhf.checks.runs import check_run_files, read_run
 from lightrlhf.checks.step import Missing, Step, read_steps
 from lightrlhf.checks.updates import check_rate, check_reference, check_update
 from lightrlhf.checks.verdicts import CANNOT_TELL, RIGHT, WRONG, Verdict, is_wrong, show, write
-from lightrlhf.cli.errors import one_line_errors
+from lightrlhf.cli.errors import UsageError, one_line_errors
 from lightrlhf.cli.fields import Args, check_args, flag
 from lightrlhf.cli.lists import paths
 from lightrlhf.cli.parser import parse
@@ -90,7 +90,7 @@ def run(args: CheckRunArgs) -> list[Verdict]:
     if args.follow:
         verdicts = diagnose(read_curves(args.run))
     elif is_experiment_dir(args.run):
-        verdicts = strongest([*check_steps(read_run(args.run)), *check_run_files(args.run), *check_own(args.run)])
+        verdicts = check_experiment(args.run)
     else:
         steps = read_foreign(args.run) or read_steps(args.run)
         verdicts = check_steps(steps)
@@ -101,6 +101,14 @@ def run(args: CheckRunArgs) -> list[Verdict]:
     if args.output_file is not None:
         write(args.output_file, verdicts)
     return verdicts
+
+
+def check_experiment(directory: str) -> list[Verdict]:
+    """One verdict a check on a run of ours. Raises: UsageError when its files are not a run's."""
+    try:
+        return strongest([*check_steps(read_run(directory)), *check_run_files(directory), *check_own(directory)])
+    except KeyError as problem:
+        raise UsageError(f"{directory}/args.json has no {problem}; check it with the version that wrote it") from None
 
 
 def check_steps(steps: Iterable[Step]) -> list[Verdict]:

@@ -76,8 +76,8 @@ def read_rows(place: Path) -> list[dict[str, Any]]:
     file = place if place.name == "trainer_state.json" else place / "trainer_state.json"
     if file.is_file():
         try:
-            return list(json.loads(file.read_text(encoding="utf-8"))["log_history"])
-        except (ValueError, KeyError) as problem:
+            return [dict(row) for row in json.loads(file.read_text(encoding="utf-8"))["log_history"]]
+        except (ValueError, KeyError, TypeError, RecursionError) as problem:
             raise UsageError(f"{file} is not a state of a trainer: {problem}") from problem
     if (place / "metrics.jsonl").is_file() or not list(place.rglob("events.out.tfevents.*")):
         return list(read_metrics(str(place)))

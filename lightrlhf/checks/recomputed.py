@@ -17,7 +17,7 @@ from lightrlhf.checks import gaps, gradient, teachers, weights
 from lightrlhf.checks.capture import alone
 from lightrlhf.checks.masks import check_members
 from lightrlhf.checks.passes import check_samples
-from lightrlhf.checks.runs import DIGITS, is_wide
+from lightrlhf.checks.runs import DIGITS, is_wide, read_rollouts
 from lightrlhf.checks.step import Missing, Step, from_rows
 from lightrlhf.checks.verdicts import CANNOT_TELL, WRONG, Verdict
 from lightrlhf.checks.weights import Weights
@@ -26,7 +26,7 @@ from lightrlhf.data.types import Tokenizer
 from lightrlhf.models.tokenizer import load_tokenizer
 from lightrlhf.programs import TRAINING
 from lightrlhf.storage.checkpoint import checkpoints
-from lightrlhf.storage.run_dir import read_args, read_logged
+from lightrlhf.storage.run_dir import read_args
 
 MOST_SAMPLES = 32  # rows
 SAMPLER, TRAINER = ("sampler_logprobs",), ("old_logprobs", "new_logprobs")
@@ -64,12 +64,24 @@ def check_recomputed(steps: Sequence[Step], models: Models) -> Iterator[Verdict]
 def surroundings(policy: Weights, others: Sequence[str]) -> gaps.Known:
     """Other versions, and what the tokenizer beside the weights says of prompts."""
     loaded = [weights.load(name, "--other_models") for name in others]
+    for one in loaded:
+        if sizes_of(one) != sizes_of(policy):
+            raise UsageError(
+                f"--other_models {one.name} is not a version of {policy.name}: its layers have other sizes"
+            )
     try:
         tokenizer = load_tokenizer(None, policy.name)
     except UsageError:
         return gaps.Known(loaded)
     templates = _templates(tokenizer) if tokenizer.chat_template else ()
     return gaps.Known(loaded, tokenizer.bos_token_id, tokenizer.pad_token_id or 0, templates)
+
+
+def sizes_of(one: Weights) -> tuple[Any, ...]:
+    """Architecture, vocabulary, and number and sizes of layers."""
+    config = one.model.config.get_text_config()
+    names = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
+    return (config.model_type, *(getattr(config, name, None) for name in names))
 
 
 def _templates(tokenizer: Tokenizer) -> tuple[Callable[[list[int]], list[int] | None], ...]:
@@ -176,9 +188,8 @@ def check_own(directory: str) -> Iterator[Verdict]:
         yield Verdict("trainer", CANNOT_TELL, evidence=f"needs {missing}")
         return
     yield _verdict("trainer", lambda: _of_trainer(logged))
-    step = sampled(logged)
-    yield _verdict("samples", lambda: check_samples(step))
-    yield _verdict("members", lambda: check_members(step))
+    yield _verdict("samples", lambda: check_samples(sampled(logged)))
+    yield _verdict("members", lambda: check_members(sampled(logged)))
     if logged.args.get("program") == "distill":
         yield _verdict("kl", lambda: _of_teacher(logged))
 
@@ -186,8 +197,8 @@ def check_own(directory: str) -> Iterator[Verdict]:
 def _logged(directory: str) -> Logged:
     """The rows of the last version of the weights that is a checkpoint. Raises: Missing."""
     args, folders = read_args(directory), {int(one.name.split("-")[1]): one for one in checkpoints(Path(directory))}
-    rows = [row for row in read_logged(Path(directory) / "rollouts.jsonl") if any(row["mask"])]
-    versions = sorted({int(row.get("version", -1)) for row in rows} & {*folders})
+    rows = [row for row in read_rollouts(directory) if any(row["mask"])]
+    versions = sorted({row.get("version", -1) for row in rows} & {*folders})
     if not versions:
         raise Missing("rows sampled by the weights of a checkpoint (--log_rollouts, --save_interval, --log_interval)")
     if args.get("max_staleness") or args.get("rollout_server"):
@@ -229,7 +240,10 @@ def _of_trainer(logged: Logged) -> Verdict:
 
 def sampled(logged: Logged) -> Step:
     """Some of the rows, with the log-probabilities and entropies of what was sampled."""
-    args, rows = logged.args, logged.rows[:MOST_SAMPLES]
+    args, size = logged.args, logged.policy.model.config.get_text_config().vocab_size
+    rows = [row for row in logged.rows if max(row["prompt_ids"] + row["response_ids"]) < size][:MOST_SAMPLES]
+    if not rows:
+        raise Missing("rows of ids of the checkpoint's vocabulary")
     temperature = float(args.get("temperature") or 1.0)
     given = []
     for row in rows:

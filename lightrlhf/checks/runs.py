@@ -21,6 +21,7 @@ from lightrlhf.checks.logprobs import LARGEST_LOGIT, ROUNDED
 from lightrlhf.checks.losses import check_loss
 from lightrlhf.checks.step import UNITS, Missing, Step, from_rows
 from lightrlhf.checks.verdicts import RIGHT, WRONG, Verdict
+from lightrlhf.cli.errors import UsageError, first_line
 from lightrlhf.maths import preference
 from lightrlhf.maths.groups import ADVANTAGES
 from lightrlhf.maths.ops import KL_ESTIMATORS
@@ -54,9 +55,35 @@ def of_run(directory: str) -> Run:
     return Run(args, _ends(Path(directory)), rows)
 
 
+def read_rollouts(directory: str) -> list[dict[str, Any]]:
+    """The logged samples of a run. Raises: UsageError for a row that no run has written."""
+    path = Path(directory) / "rollouts.jsonl"
+    rows = list(read_logged(path))
+    for number, row in enumerate(rows, start=1):
+        if not _is_written(row):
+            raise UsageError(f"{path}: row {number} is not as runs write it; restore the file")
+    return rows
+
+
+def _is_written(row: Mapping[str, Any]) -> bool:
+    """Whether a row has ids, and lists of a number for each token of the response."""
+    ids: list[Any] = [row.get(name) for name in ("prompt_ids", "response_ids", "mask")]
+    if not all(_are_numbers(one) and None not in one and min(one, default=0) >= 0 for one in ids):
+        return False
+    lists = [ids[2], *(row.get(name) for name in ("log_ratio", "advantages", "values"))]
+    numbers = [row.get("score"), row.get("truncated"), row.get("version", 0), row.get("group", "")]
+    fits = all(one is None or (_are_numbers(one) and len(one) == len(ids[1])) for one in lists)
+    return fits and _are_numbers(numbers) and None not in numbers[2:]
+
+
+def _are_numbers(values: Any) -> bool:
+    """Whether values are a list of numbers, or None for those that are not finite."""
+    return isinstance(values, list) and all(one is None or isinstance(one, int | float) for one in values)
+
+
 def read_run(directory: str) -> list[Step]:
     """The logged samples of each step of a run; none where it has no rollouts."""
-    run, rows = of_run(directory), read_logged(Path(directory) / "rollouts.jsonl")
+    run, rows = of_run(directory), read_rollouts(directory)
     return [_step(list(part), run, step) for step, part in groupby(rows, key=lambda row: row["step"])]
 
 
@@ -69,14 +96,15 @@ def _step(rows: list[dict[str, Any]], run: Run, number: int) -> Step:
     kinds = {*ADVANTAGES} - ({"none"} if whole else {"none", "batch_std"})
     is_of_groups = args.get("program") == "grpo" and args.get("advantage") in kinds
     changed = CHANGED + (PENALTIES if any(args.get(name) for name in OF_AGENTS) else ())
-    is_plain = is_of_groups and not any(args.get(name) for name in changed) and bool(kept)
+    is_plain = is_of_groups and not any(args.get(name) for name in changed)
+    is_plain = is_plain and bool(kept) and all(row["advantages"] for row in kept)
     config = {"method": args.get("program"), "digits": DIGITS, "temperature": args.get("temperature")}
     config |= {name: args.get(name) for name in ("top_p", "top_k", "min_p")}
     sizes, made = [0.0], []
     for row in kept or rows:
         prompt, response = row["prompt_ids"], row["response_ids"]
         one = {"input_ids": prompt + response, "loss_mask": [0] * len(prompt) + row["mask"], "prompt_len": len(prompt)}
-        if row["truncated"] is not None and not args.get("stop_strings"):
+        if row.get("truncated") is not None and not args.get("stop_strings"):
             one["truncated"] = float(row["truncated"])
         if kept and size > 1:
             one["group"] = row["group"]
@@ -111,7 +139,7 @@ def penalised(row: Mapping[str, Any], args: Mapping[str, Any]) -> float | None:
     score: float | None = row["score"]
     if score is None:
         return None
-    score -= (args.get("missing_eos_penalty") or 0.0) * bool(row["truncated"])
+    score -= (args.get("missing_eos_penalty") or 0.0) * bool(row.get("truncated"))
     if buffer := args.get("overlong_buffer"):
         over = kl.overlong(torch.tensor(float(sum(row["mask"]))), args["max_new_tokens"], buffer)
         score -= args["overlong_penalty"] * float(over)
@@ -157,7 +185,10 @@ def _ends(directory: Path) -> list[int]:
     file = found[-1] / "generation_config.json" if found else directory
     if not file.is_file():
         return []
-    given = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
+    try:
+        given = dict(json.loads(file.read_text(encoding="utf-8"))).get("eos_token_id")
+    except (ValueError, TypeError) as problem:
+        raise UsageError(f"{file} cannot be read: {first_line(problem)}; restore it") from None
     return given if isinstance(given, list) else [] if given is None else [given]
 
 
@@ -178,7 +209,7 @@ def check_logged_loss(directory: str) -> Verdict:
         raise Missing("a loss of ratios alone, of samples of this process")
     if not run.args.get("disable_dropout") or not is_wide(run.args):
         raise Missing("passes without dropout in float32: else the ratio of the first update is not 1")
-    rows = read_logged(Path(directory) / "rollouts.jsonl")
+    rows = read_rollouts(directory)
     for number, part in groupby(rows, key=lambda row: row["step"]):
         last = _check_loss(run, list(part), number) or last
         if last is not None and last.says == WRONG:
@@ -283,6 +314,7 @@ def is_wide(args: Mapping[str, Any]) -> bool:
 
 def check_weights(directory: str) -> Verdict:
     """The weights of the first and the last checkpoint: finite, and not the same."""
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     folders = checkpoints(Path(directory))
@@ -292,8 +324,11 @@ def check_weights(directory: str) -> Verdict:
     same: list[str] = []
     changed: list[str] = []
     for file in sorted(folders[-1].glob("*.safetensors")):
-        last = load_file(file)
-        before = load_file(folders[0] / file.name) if (folders[0] / file.name).is_file() else {}
+        other = folders[0] / file.name
+        try:
+            last, before = load_file(file), load_file(other) if other.is_file() else {}
+        except (SafetensorError, OSError) as problem:
+            raise UsageError(f"{file} or {other} cannot be read: {first_line(problem)}; restore it") from None
         for name, weight in last.items():
             if not bool(weight.isfinite().all()):
                 causes = ("overflow of float16", "a learning rate that is too high")

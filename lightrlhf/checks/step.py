@@ -13,6 +13,7 @@ from __future__ import annotations
 import difflib
 import json
 import zipfile
+import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -134,6 +135,11 @@ CONFIG: dict[str, str] = {
     "reference": "none, kept, moved or policy: what became of the reference's weights",
 }
 FIELDS = {**IDS, **MASKS, **OF_TOKENS, **OF_ROWS, **OF_PARAMETERS, **NUMBERS}
+WHOLE = (*IDS, *MASKS, "group", "prompt_len", "micro_batch", "episode")  # whole numbers
+TEXTS = {"method", "loss_type", "importance_sampling_level", "advantage", "aggregation", "kl_estimator", "kl_placement"}
+TEXTS |= {"dtype", "ids", "optimizer", "scheduler", "reference", "parameters", "adapters"}
+SWITCHES = ("mask_truncated", "first_pass", "packed", "is_first", "is_tied")
+LISTS = ("reward_weights", "eos_token_id", "parameters", "adapters", "slope_targets")
 ALIASES = {"completion_mask": "loss_mask", "action_mask": "loss_mask", "old_per_token_logps": "old_logprobs"}
 ALIASES |= {"ref_per_token_logps": "ref_logprobs", "per_token_logps": "new_logprobs"}
 ALIASES |= {"sampling_per_token_logps": "sampler_logprobs"}
@@ -150,12 +156,14 @@ class Step:
     def __init__(self, arrays: Mapping[str, Any], config: Mapping[str, Any], name: str = "step") -> None:
         self.name, self.config = name, dict(config)
         given = {ALIASES.get(key, key): np.asarray(value) for key, value in arrays.items()}
-        _check_names([*given, *config], name)
+        _check_names(given, config, name)
+        _check_settings(self.config, name)
         self.unit = _unit(given, self.config)
         self.arrays: dict[str, Tensor] = {}
         for key, value in given.items():
             if value.dtype.kind not in "biuf":
                 raise UsageError(f"{name}: {key} must be numbers in rows of equal length, not {value.dtype}")
+            _check_array(key, value, name)
             self.arrays[key] = torch.from_numpy(value.astype(np.float64))
         if "input_ids" not in self.arrays and "completion_ids" in self.arrays:
             _join(self.arrays)
@@ -276,13 +284,43 @@ def _unit(given: Mapping[str, Any], config: Mapping[str, Any]) -> float:
     return max(*kinds, 0.0, UNITS["float32"], 0.5 * 10.0 ** (1 - digits) if digits else 0.0)
 
 
-def _check_names(names: Iterable[str], where: str) -> None:
+def _check_names(arrays: Iterable[str], settings: Iterable[str], where: str) -> None:
     """Raises: UsageError for a name that the schema lacks, with the nearest one."""
-    for name in names:
+    for name in arrays:
+        if name in CONFIG:
+            raise UsageError(f"{where}: {name} is a setting; give it in config")
+    for name in (*arrays, *settings):
         if name not in FIELDS and name not in CONFIG:
             near = difflib.get_close_matches(name, [*FIELDS, *CONFIG, *ALIASES], 1)
             hint = f"; did you mean {near[0]}?" if near else "; howto/check_run.md lists the fields"
             raise UsageError(f"{where}: unknown field {name}{hint}")
+
+
+def _check_array(key: str, value: np.ndarray[Any, Any], where: str) -> None:
+    """Raises: UsageError for an array of another shape than its name has, and for ids that are not whole numbers."""
+    shapes = {**dict.fromkeys([*IDS, *MASKS], (2,)), **dict.fromkeys(OF_TOKENS, (1, 2)), "rewards": (1, 2)}
+    wanted = shapes.get(key, (0, 1) if key in NUMBERS else (1,))
+    if value.ndim not in wanted or (key not in NUMBERS and not len(value)):
+        meant = " or ".join(map(str, wanted))
+        raise UsageError(f"{where}: {key} must have {meant} dimensions and a row, not the shape {value.shape}")
+    if key in WHOLE and not (np.isfinite(value).all() and (value == np.floor(value)).all()):
+        raise UsageError(f"{where}: {key} must be whole numbers, but has NaN, infinite or other numbers")
+
+
+def _check_settings(config: Mapping[str, Any], where: str) -> None:
+    """Raises: UsageError for a setting of another type than it has."""
+    for key, value in config.items():
+        one = value[0] if key in LISTS and isinstance(value, list) and value else value
+        kinds = (str,) if key in TEXTS else (bool,) if key in SWITCHES else (int, float)
+        is_right = isinstance(one, kinds) and (key in SWITCHES or not isinstance(one, bool))
+        if isinstance(value, list) and key in LISTS:
+            is_right = not value or (is_right and len({isinstance(each, kinds) for each in value}) == 1)
+        if value is not None and not is_right:
+            name = "a text" if key in TEXTS else "true or false" if key in SWITCHES else "a number"
+            raise UsageError(f"{where}: setting {key} must be {name}, not {str(value)[:40]!r}; it is {CONFIG[key]}")
+    for key in ("num_generations", "digits", "max_new_tokens"):
+        if config.get(key) is not None and not 1 <= config[key] < 10**9:
+            raise UsageError(f"{where}: setting {key} {config[key]} must be at least 1")
 
 
 # ------------------------------------------------------------------------------------------------------------- files
@@ -307,9 +345,9 @@ def _read_npz(path: Path) -> Step:
         with np.load(path, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
         config = json.loads(str(arrays.pop("config", "{}")))
-    except (OSError, ValueError, KeyError, zipfile.BadZipFile) as problem:
+    except (OSError, ValueError, KeyError, EOFError, RecursionError, zipfile.BadZipFile, zlib.error) as problem:
         raise UsageError(f"{path} cannot be read as arrays: {problem}; write it by numpy.savez") from problem
-    return Step(arrays, config, path.name)
+    return Step(arrays, _settings(config, path), path.name)
 
 
 def _read_rows(folder: Path) -> Step:
@@ -318,9 +356,28 @@ def _read_rows(folder: Path) -> Step:
     settings = folder / "step.json"
     try:
         other = json.loads(settings.read_text(encoding="utf-8")) if settings.is_file() else {}
-    except ValueError as problem:
+    except (ValueError, RecursionError) as problem:
         raise UsageError(f"{settings} is not JSON: {problem}") from problem
-    return from_rows(rows, other, str(folder))
+    for number, row in enumerate(rows):
+        _check_row(row, f"{folder / 'rows.jsonl'} row {number}")
+    return from_rows(rows, _settings(other, settings), str(folder))
+
+
+def _settings(found: Any, where: Path) -> dict[str, Any]:
+    """Settings as an object. Raises: UsageError."""
+    if not isinstance(found, dict):
+        raise UsageError(f"{where}: settings must be an object, not a {type(found).__name__}")
+    return found
+
+
+def _check_row(row: Any, where: str) -> None:
+    """Raises: UsageError for a row that has other values than numbers, and lists of them."""
+    if not isinstance(row, dict):
+        raise UsageError(f"{where} must be an object, not a {type(row).__name__}")
+    for key, value in row.items():
+        each = value if isinstance(value, list) and key not in OF_ROWS else [value]
+        if not all(one is None or isinstance(one, int | float) for one in each):
+            raise UsageError(f"{where}: {key} must be {'a number' if key in OF_ROWS else 'numbers'}")
 
 
 def from_rows(rows: list[dict[str, Any]], other: Mapping[str, Any], name: str) -> Step:
@@ -331,7 +388,10 @@ def from_rows(rows: list[dict[str, Any]], other: Mapping[str, Any], name: str) -
     arrays: dict[str, Any] = {}
     for key in names:
         values = [row.get(key) for row in rows]
-        if key == "rewards" or not any(isinstance(value, list) for value in values):
+        lists = {isinstance(value, list) for value in values if value is not None}
+        if len(lists) > 1:
+            raise UsageError(f"{name}: {key} must be a list in all rows, or in none")
+        if key == "rewards" or True not in lists:
             arrays[key] = np.array([np.nan if value is None else value for value in values], dtype=np.float64)
             continue
         table = np.full((len(rows), width), _filler(key))

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 from lightrlhf.storage.jsonl import to_json
 from lightrlhf.storage.results import print_table
-from lightrlhf.storage.writing import write_text
+from lightrlhf.storage.writing import make_folder, write_text
 
 RIGHT: Literal["right"] = "right"
 WRONG: Literal["wrong"] = "wrong"
@@ -46,5 +46,6 @@ def show(title: str, verdicts: Sequence[Verdict]) -> None:
 
 def write(path: str, verdicts: Sequence[Verdict]) -> None:
     """Write verdicts as a JSON list of objects."""
+    make_folder(Path(path).parent)
     write_text(Path(path), to_json([one._asdict() for one in verdicts], indent=1))
     print(f"wrote {path}")

@@ -153,7 +153,8 @@ def of_prompt(change: Callable[[list[int]], list[int] | None]) -> Pass:
 
     def one_pass(model: PreTrainedModel, text: Text) -> Tensor | None:
         prompt = change(text.ids[: text.prompt])
-        if not prompt or prompt == text.ids[: text.prompt]:
+        beyond = model.config.get_text_config().vocab_size
+        if not prompt or prompt == text.ids[: text.prompt] or max(prompt) >= beyond:
             return None
         moved = len(prompt) - text.prompt
         ids = prompt + text.ids[text.prompt :]
