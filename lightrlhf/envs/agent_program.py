@@ -29,6 +29,7 @@ class AgentProgram:
 
     def __init__(self, path: str) -> None:
         self.function = load_function(path, "--agent", SHAPE, takes_columns=False)
+        self.runner = asyncio.Runner()  # of all episodes: clients that a program forgot to close do so in its open loop
 
     def reset(self, seed: int, row: dict[str, Any]) -> list[Message]:
         self.task = {**row, "seed": seed}
@@ -36,7 +37,7 @@ class AgentProgram:
 
     def step(self, reply: Message) -> Answer:
         found = self.function(self.task, reply["base_url"], reply["api_key"])
-        self.reward = asyncio.run(awaited(found)) if inspect.isawaitable(found) else found
+        self.reward = self.runner.run(awaited(found)) if inspect.isawaitable(found) else found
         return Answer(done=True)
 
     def finish(self, stop_reason: str) -> float | None:
@@ -44,5 +45,11 @@ class AgentProgram:
 
 
 async def awaited(value: Any) -> Any:
-    """The result of anything that can be awaited."""
-    return await value
+    """The result of anything that can be awaited; tasks that it leaves behind end with it."""
+    try:
+        return await value
+    finally:
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)

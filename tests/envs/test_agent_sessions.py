@@ -10,6 +10,7 @@ from helpers.errors import error_naming
 
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.envs import agent_sessions
+from lightrlhf.envs.agent_program import AgentProgram
 from lightrlhf.envs.agent_sessions import AgentSessions
 from lightrlhf.envs.env_workers import EnvPool
 from lightrlhf.envs.ways import EnvSpec
@@ -97,3 +98,24 @@ def test_a_cancelled_program_is_a_fault():
         assert isinstance(result, Fault) and "CancelledError" in result.text
     finally:
         pool.close()
+
+
+def test_episodes_share_an_open_loop_and_leave_no_tasks():
+    """What a program forgot to close closes when it is collected, during a later episode."""
+    seen = []
+
+    async def program(task, base_url, api_key):
+        seen.append((asyncio.get_running_loop(), asyncio.ensure_future(asyncio.sleep(600))))
+        return 1.0
+
+    def two_episodes():
+        played = AgentProgram("helpers.agent_programs:talk")
+        played.function = program
+        for seed in range(2):
+            played.reset(seed, {})
+            played.step({"base_url": "", "api_key": ""})
+        return played.finish("done"), seen[0][0].is_closed()
+
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(two_episodes).result() == (1.0, False)
+    assert seen[0][0] is seen[1][0] and all(left.cancelled() for _, left in seen)
