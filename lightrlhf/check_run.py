@@ -3,7 +3,7 @@
     lightrlhf check_run step.npz
 
 Input is a step as arrays (`lightrlhf/checks/step.py` has the schema; all fields are optional), or an experiment dir of
-ours, whose rollouts, first metrics and checkpoints are read; `lightrlhf.checks.trl` records TRL's steps. From the
+ours, whose rollouts, metrics and checkpoints are read; `lightrlhf.checks.trl` records TRL's steps. From the
 arrays alone: which tokens the loss counts, responses of a group that are one text, log-probabilities that cannot be,
 the ratio at the first pass, rewards to advantages, the KL term, and the loss of PPO, GRPO, DPO and SFT, each token's
 weight included. Of a recorded step also: rows against the data set and its template, batches against each row by

@@ -212,7 +212,7 @@ def _cut(case: Case, is_given: bool) -> Iterator[tuple[str, Tensor]]:
             yield f"renormalised over the tokens that sampling keeps{beside}", plain - mass.log()
         if is_given:
             continue
-        if temperature != case.temperature and case.step.config.get("temperature"):
+        if temperature != case.temperature:
             yield f"temperature {temperature:.3g}, not {case.temperature:.3g}", plain
         if bool((case.found - plain < -case.error * OTHER_KERNELS).any()):
             continue  # renormalising only adds

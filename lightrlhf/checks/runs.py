@@ -1,7 +1,7 @@
 """Our own runs: steps of `rollouts.jsonl`, and what `metrics.jsonl` and the checkpoints must agree on.
 
-Left out: PPO's advantages, which are whitened over rows that are not logged, and runs with tools or several turns whose
-rows have no end token.
+Left out: advantages and losses where not all rows of a step are logged, of PPO's macro actions, and of episodes; end
+tokens of runs with tools or several turns.
 """
 
 from __future__ import annotations

@@ -137,3 +137,22 @@ def test_other_json_is_not_taken_for_a_dump(tmp_path):
     (tmp_path / "broken.json").write_text("{")
     with error_naming(UsageError, "broken.json"):
         read_foreign(str(tmp_path / "broken.json"))
+
+
+def test_files_of_other_endings_are_not_read(tmp_path):
+    assert read_foreign(str(write(tmp_path / "1.txt", verl_rows(1)))) == []
+    assert read_foreign(str(write(tmp_path / "1.jsonl", verl_rows(1))))[0].get("loss_mask").unique().tolist() == [0, 1]
+
+
+def test_groups_and_weights_of_verifiers_are_its_own(tmp_path):
+    rows = [json.loads(line) for line in VERIFIERS.read_text().splitlines()]
+    for number, row in enumerate(rows):
+        row["group"] = {"id": str(number % 2)}
+        for trace in row["traces"]:
+            trace["rewards"] = {"a": {"score": 2.0, "weight": 0.5}, "b": {"score": 3.0}, "c": None}
+    (step,) = read_foreign(str(write(tmp_path / "traces.jsonl", rows)))
+    assert step.whole("group").tolist() == [0, 1, 0, 1] and step.get("rewards").tolist() == [4.0] * 4
+    assert step.config["digits"] == 4
+    for row in rows:
+        row["traces"][0]["ok"] = False
+    assert read_foreign(str(write(tmp_path / "traces.jsonl", rows)))[0].get("rewards").isnan().all()
