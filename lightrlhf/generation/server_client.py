@@ -17,6 +17,7 @@ import math
 import os
 import re
 import secrets
+import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine
@@ -213,8 +214,8 @@ class ServerClient:
                 raise Busy(str(problem)) from None
 
     async def wait_until(self, look: Callable[[], Awaitable[None]], seconds: float) -> None:
-        """Repeat `look` while it raises Busy. Raises: RunFailure after `seconds`."""
-        end = time.monotonic() + seconds
+        """Repeat `look` while it raises Busy, and say once that it waits. Raises: RunFailure after `seconds`."""
+        end, has_said = time.monotonic() + seconds, False
         while True:
             try:
                 return await look()
@@ -224,6 +225,10 @@ class ServerClient:
                         f"{self.name} did not answer within {seconds:g} s ({message_of(problem)}); "
                         f"start a server at this address, or set a longer {SERVER}"
                     ) from None
+                if not has_said:
+                    said = f"waiting up to {seconds:g} s for {self.name} ({message_of(problem)})"
+                    print(said, file=sys.stderr, flush=True)
+                has_said = True
             await asyncio.sleep(min(PROBE_SECONDS, seconds / 10))
 
 

@@ -158,7 +158,9 @@ def test_a_server_that_is_not_there_is_one_line_and_leaves_nothing(runs, tmp_pat
     with pytest.raises(SystemExit) as stopped:
         run(runs, "ppo", tmp_path, "--rollout_server", "http://127.0.0.1:9")
     assert stopped.value.code == 1
-    assert "--rollout_server http://127.0.0.1:9 did not answer within 0.5 s" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert said.count("waiting up to 0.5 s for --rollout_server http://127.0.0.1:9") == 1
+    assert "--rollout_server http://127.0.0.1:9 did not answer within 0.5 s" in said
     assert not list(tmp_path.rglob("args.json"))
 
 
