@@ -94,7 +94,13 @@ def test_margins_that_stay_at_0_and_adapters_that_do_not_learn_are_named(tmp_pat
 
 
 @pytest.mark.parametrize(
-    "ratio, fault", [([1.0] * ROWS, set()), (curve(1.01, 1.01, 1e-3), {"ratio not 1 at the first pass"})]
+    "ratio, fault",
+    [
+        ([1.0] * ROWS, set()),
+        ([1.0, *curve(1.01, 1.01, 1e-3)[1:]], set()),  # some are exact
+        ([1.01, 0.99] * (ROWS // 2), set()),  # of either sign
+        (curve(1.01, 1.01, 1e-3), {"ratio not 1 at the first pass"}),
+    ],
 )
 def test_the_ratio_of_only_updates_is_1(tmp_path, ratio, fault):
     (tmp_path / "run").mkdir()
