@@ -82,3 +82,25 @@ def test_small_rates_and_schedules_that_are_not_known_are_no_fault():
     still = {"learning_rate": np.array([0.0, 0, 0, np.nan]), "change": np.zeros(4), "scheduler": "cosine_with_min_lr"}
     assert faults_of(**still, warmup=2) == {}
     assert faults_of(**still, warmup=2, update=6) == {"rate": "learning rate of 0"}
+    assert faults_of(**still, warmup=2, update=3) == {}
+    assert faults_of(**still, warmup=2, update=4) == {"rate": "learning rate of 0"}
+
+
+def test_sizes_of_updates_allow_rounding_of_large_weights_and_small_gradients():
+    large = {"weight_max": np.array([1e4, 0.2, 0.1, np.nan]), "change": np.array([1.6e-3, 1e-3, 0, 0])}
+    assert faults_of(**large) == {}
+    small = {"grad_max": np.array([0.1, 1e-12, 0, -1]), "change": np.array([1e-3, 1e-5, 0, 0])}
+    assert faults_of(**small) == {}
+
+
+def test_a_run_of_one_update_may_be_its_warm_up():
+    still = {"learning_rate": np.array([0.0, 0, 0, np.nan]), "change": np.zeros(4), "scheduler": "linear"}
+    assert faults_of(**still, updates=1, warmup=1) == {}
+    assert faults_of(**still, updates=2, warmup=2) == {"rate": "warm-up longer than the run"}
+
+
+def test_weight_decay_adds_to_the_size_of_an_update():
+    decay = {"weight_decay": np.array([10.0] * 3 + [np.nan])}
+    assert faults_of(**decay, change=np.array([3.5e-3, 1e-3, 0, 0])) == {}
+    found = faults_of(**decay, change=np.array([5e-3, 1e-3, 0, 0]))
+    assert found == {"update": "update larger than the learning rate"}
