@@ -289,7 +289,8 @@ def group_as_html(samples: Samples, numbers: Sequence[int], draw: Drawing, most:
 
 def prompt_as_html(prompt: str) -> Markup:
     """Draw a prompt; a long one shows its end, and the rest on a click."""
-    before, end = prompt[:-LONGEST_PROMPT], prompt[-LONGEST_PROMPT:]
+    cut = len(prompt) - LONGEST_PROMPT if len(prompt) > 2 * LONGEST_PROMPT else 0  # a click hides no few characters
+    before, end = prompt[:cut], prompt[cut:]
     hidden = [tag("details", tag("summary", f"{len(before):,} characters before"), before)] if before else []
     return tag("div", *hidden, end, class_="prompt")
 

@@ -15,7 +15,7 @@ from helpers import ROOT, environment
 from helpers.rollout_files import hacked_run, logged_row, write_rows
 from helpers.templates import ZOO
 
-from lightrlhf.demo import rollout_file
+from lightrlhf.demo import rollout_file, rollouts_html
 from lightrlhf.demo.rollout_file import NUMBERS, RolloutFile
 from lightrlhf.demo.rollouts import View, audit_disagrees, compare, curves, select, steps_of
 from lightrlhf.demo.rollouts_html import Run, page
@@ -348,3 +348,9 @@ def test_text_behind_a_special_token_is_kept():
     tokenizer = ZOO["qwen25"].tokenizer
     ids = tokenizer("<|im_start|>user\nten<|im_end|>\n<|im_start|>a", add_special_tokens=False)["input_ids"]
     assert "".join(name_tokens(tokenizer, ids)) == "<|im_start|>user\nten<|im_end|>\n<|im_start|>a"
+
+
+def test_a_click_hides_no_few_characters_of_a_prompt():
+    assert "<details>" not in rollouts_html.prompt_as_html("a" * (rollouts_html.LONGEST_PROMPT + 4))
+    long = rollouts_html.prompt_as_html("a" * 3 * rollouts_html.LONGEST_PROMPT)
+    assert f"{2 * rollouts_html.LONGEST_PROMPT:,} characters before" in long
