@@ -174,3 +174,21 @@ def test_dropout_of_attention_is_seen_though_it_is_no_module():
     layer = torch.nn.Linear(1, 1)
     layer.attention_dropout = 0.1
     assert dropout_of(layer) == 0.1 and dropout_of(layer.eval()) == 0.0
+
+
+def test_sums_of_the_reference_that_were_stored_are_those_of_rows_alone():
+    arrays, config = policy_step()
+    reference = arrays.pop("ref_logprobs").astype(np.float64)
+    sums, lengths = (reference * arrays["loss_mask"]).sum(1), arrays["loss_mask"].sum(1)
+    arrays = {name: arrays[name] for name in ("input_ids", "attention_mask", "loss_mask", "prompt_len")}
+    arrays |= {"alone_ref_logprobs": reference}
+
+    def verdict(stored):
+        return verdicts_of(arrays | {"ref_sum": stored}, config)["passes"]
+
+    assert verdict(sums).says == "right"
+    assert verdict(np.roll(sums, 1)).fault == "rows misaligned"
+    assert verdict(sums / lengths).fault == "means in place of sums"
+    assert verdict(sums * 1.1).fault == "reference of other weights or rows"
+    del arrays["alone_ref_logprobs"]
+    assert verdict(sums).says == "cannot tell"
