@@ -184,6 +184,8 @@ def test_each_limit_ends_an_episode_by_its_name_and_its_outcome_is_asked_for():
     first = one.conversation.turns[1]
     (one,) = played(lambda: Told(9), says("hello"), NO_LIMITS._replace(positions=first.start + 20, turn=20))
     assert (one.stop_reason, one.num_turns, one.score) == ("context", 2, 2 * len("hello"))
+    (one,) = played(lambda: Told(9), says("hello"), NO_LIMITS._replace(positions=1, turn=20))
+    assert (one.stop_reason, one.num_turns) == ("context", 1)  # of a prompt that does not fit the engine tells
 
 
 def test_a_turn_that_its_length_cut_is_closed_by_context():
