@@ -19,7 +19,7 @@ from lightrlhf.checks.step import read_steps
 HERE = Path(__file__).resolve().parent
 CLEAN = ["sft/prompt", "sft/chat", "sft/text-packed", "sft/lora", "dpo/pair", "dpo/chat-ipo", "dpo/lora"]
 CLEAN += ["dpo/precomputed", "grpo/dapo", "grpo/kl", "grpo/warm", "grpo/lora"]
-SEEDS = range(400, 450)
+SEEDS = range(500, 550)
 LIST = "import json, plants; print(json.dumps([[n, p.setting, p.report, p.names] for n, p in plants.PLANTS.items()]))"
 
 
