@@ -61,6 +61,13 @@ def grpo_run(cafe_data, base_model, tmp_path_factory):
     return grpo.main([*flags, "--num_generations", "2", "--log_dir", str(tmp_path_factory.mktemp("grpo"))])
 
 
+@pytest.fixture(scope="module")
+def episodes_run(cafe_data, base_model, tmp_path_factory):
+    flags = ["--data_dir", str(cafe_data), "--model_name", str(base_model), *FLAGS, *ROLLOUT]
+    episodes = ["--env", "guess_number", "--max_turns", "2", "--env_workers", "1"]
+    return grpo.main([*flags, *episodes, "--log_dir", str(tmp_path_factory.mktemp("episodes"))])
+
+
 def resumes(main, run, more, tmp_path) -> Path:
     """A copy of a run that goes on with these flags."""
     copy = shutil.copytree(run, tmp_path / "copy", symlinks=True)
@@ -89,13 +96,22 @@ def test_other_rows_in_a_step_are_refused_by_name(flags, told, sft_run, capsys):
         (["--num_generations", 4], "--num_generations is 4, and was 2"),
         (["--mini_batch_size", 8], "--mini_batch_size 8 on 1 rank is 8, and was 4"),
         (["--ppo_epochs", 2], "changed: --ppo_epochs 2 (was 1)"),
-        (["--max_turns", 4], "--max_turns is 4, and was 8"),
-        (["--max_observation_tokens", 99], "--max_observation_tokens is 99, and was 1024"),
     ],
 )
 def test_so_they_are_where_a_step_is_a_rollout(flags, told, grpo_run, capsys):
     line = refused(grpo.main, grpo_run, flags, capsys)
     assert told in line and f"by --sft_experiment_dir {grpo_run}" in line
+
+
+@pytest.mark.parametrize(
+    "flags, told",
+    [
+        (["--max_turns", 4], "--max_turns is 4, and was 2"),
+        (["--max_observation_tokens", 99], "--max_observation_tokens is 99, and was 1024"),
+    ],
+)
+def test_other_episodes_are_refused_by_name(flags, told, episodes_run, capsys):
+    assert told in refused(grpo.main, episodes_run, flags, capsys)
 
 
 @pytest.mark.parametrize("change", ["other rows", "fewer rows", "another order", "two sets"])
