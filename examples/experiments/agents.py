@@ -88,12 +88,12 @@ GRPO: dict[str, Any] = {
     "eval_interval": 0,
 }
 GUESS = GRPO | {"env": "guess_number", "max_new_tokens": 2, "max_turns": 4, "max_steps": 150}
-SUMS = GRPO | {"max_new_tokens": 16, "max_turns": 2, "max_steps": 60}
+SUMS = GRPO | {"max_new_tokens": 16, "max_steps": 60}
 ARMS: dict[str, dict[str, Any]] = {
     "guess: credit by turn": GUESS | {"credit": "turn"},
     "guess: credit by episode": GUESS | {"credit": "episode"},
     "guess: credit of one turn": GUESS | {"credit": "turn"},
-    "sums: with the tool": SUMS | {"tools": ["calculator"]},
+    "sums: with the tool": SUMS | {"tools": ["calculator"], "max_turns": 2},
     "sums: without the tool": SUMS,
 }
 COMPARED = [
