@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -13,6 +14,7 @@ from examples.programs import logged, made
 from lightrlhf import generate, sft
 from lightrlhf.data.schema import IGNORE_INDEX
 from lightrlhf.data.splits import save_split
+from lightrlhf.data.types import Tokenizer
 from lightrlhf.models.tokenizer import load_tokenizer, store_tokenizer
 from lightrlhf.storage.jsonl import read_jsonl
 
@@ -59,16 +61,21 @@ def teacher_of(folder: Path, seed: int, smoke: bool) -> str:
 def student_of(folder: Path, seed: int, smoke: bool) -> str:
     """The student that every arm of a seed starts from: SFT of random weights on the demonstrations, trained once."""
     own = folder / f"seed-{seed}"
-    data = prepared(own, seed, smoke)[0]
+    data, tokenizer = prepared(own, seed, smoke)[0], load_tokenizer(None, str(BASE_DIR))
+    return trained_student(own, "student", data, tokenizer, seed, smoke)
+
+
+def trained_student(own: Path, name: str, data: str, tokenizer: Tokenizer, seed: int, smoke: bool) -> str:
+    """A student with any tokenizer: SFT of random weights on demonstrations in its tokens, trained once."""
     steps = {"max_steps": 1} if smoke else {}
 
     def train() -> str:
-        model = write_model(own / "student", seed, load_tokenizer(None, str(BASE_DIR)), STUDENT)
-        where = {"data_dir": data, "model_name": model, "seed": seed, "log_dir": own / "logs" / "student"}
+        model = write_model(own / name, seed, tokenizer, STUDENT)
+        where = {"data_dir": data, "model_name": model, "seed": seed, "log_dir": own / "logs" / name}
         flags = {"accelerator": "cpu", "mini_batch_size": 32, "micro_batch_size": 32, "use_targets": True}
         return logged(own / "output.txt", sft, **where, **flags, **STUDENT_SFT, **steps)
 
-    return made(own / "student.txt", train)
+    return made(own / f"{name}.txt", train)
 
 
 def write_teacher_data(folder: Path, seed: int, smoke: bool) -> str:
@@ -79,11 +86,16 @@ def write_teacher_data(folder: Path, seed: int, smoke: bool) -> str:
     where = {"model_name": teacher_of(folder, seed, smoke), "data_dir": data, "output_file": output}
     count = RESPONSES * read_steps(smoke)[-1]
     logged(own / "output.txt", generate, **where, **flags, num_prompts=count, split="train")
+    said = [(row["prompt_ids"], row["response_ids"][0]) for row in read_jsonl(output)]
+    return save_demonstrations(own / "data" / "teacher", load_tokenizer(data, None), said)
+
+
+def save_demonstrations(folder: Path, tokenizer: Tokenizer, said: Iterable[tuple[list[int], list[int]]]) -> str:
+    """Write prompts and responses as a split for `sft`, whose targets are the responses; returns its folder."""
     rows = []
-    for row in read_jsonl(output):
-        prompt, response = row["prompt_ids"], row["response_ids"][0]
+    for prompt, response in said:
         targets = torch.tensor([IGNORE_INDEX] * len(prompt) + response)
         rows.append({"prompt_len": len(prompt), "input_ids": [*prompt, *response], "targets": targets})
-    save_split(own / "data" / "teacher", "finetune", "train", rows)
-    store_tokenizer(load_tokenizer(data, None), own / "data" / "teacher")
-    return str(own / "data" / "teacher")
+    save_split(folder, "finetune", "train", rows)
+    store_tokenizer(tokenizer, folder)
+    return str(folder)

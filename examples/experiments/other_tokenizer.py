@@ -20,8 +20,9 @@ Written down before the runs: that `to go` has a higher gold score than `respons
 one than the start, and which arms differ; at equal samples, and the differences at equal time too. Also printed: the
 differences to the rows of `distilled_cafe`, at equal samples.
 
-Teachers are those of `distilled_cafe`, trained again unless `--output_dir` has its folders `seed-N`. Results are stored
-as they come: the same command resumes after a kill, and `--seeds 6 7` adds two to those there.
+The teachers are the PPO policies of `distilled_cafe`; they are trained again unless `--output_dir` has its folders
+`seed-N`. Results are stored as they come: the same command resumes after a kill, and `--seeds 6 7` adds two to those
+there.
 
     python -m examples.experiments.other_tokenizer
 """
@@ -51,23 +52,22 @@ from examples.experiments.cafe_students import (
     STUDENT,
     STUDENT_SFT,
     read_steps,
+    save_demonstrations,
     student_of,
     teacher_of,
+    trained_student,
     write_teacher_data,
 )
 from examples.experiments.log_ratio import log_ratio
 from examples.experiments.readings import Curve, at_equal_samples_and_time, compare, each
 from examples.experiments.records import FIVE, Row, best_rate, common_seeds, kept_rows, made_by, results
-from examples.experiments.small_models import write_model
 from examples.experiments.stats import interval, paired, report_claims, shown, shown_gap
 from examples.programs import logged, made
 from lightrlhf import distill, evaluate, generate, quickstart, sft
 from lightrlhf.cli.errors import one_line_errors
 from lightrlhf.cli.fields import Args, at_least, flag
 from lightrlhf.cli.parser import parse
-from lightrlhf.data.schema import IGNORE_INDEX
-from lightrlhf.data.splits import save_split
-from lightrlhf.models.tokenizer import load_tokenizer, store_tokenizer
+from lightrlhf.models.tokenizer import load_tokenizer
 from lightrlhf.rewards.encoding import Encoding, samples_of_row
 from lightrlhf.storage.checkpoint import checkpoints
 from lightrlhf.storage.jsonl import read_jsonl
@@ -148,16 +148,8 @@ def start_of(folder: Path, arm: str, seed: int, smoke: bool) -> str:
     """The student that an arm starts from: SFT of random weights on the demonstrations, trained once."""
     if arm == SAME:
         return student_of(folder, seed, smoke)
-    own, data = folder / f"seed-{seed}", data_of(folder, arm, seed, smoke)
-    steps = {"max_steps": 1} if smoke else {}
-
-    def train() -> str:
-        model = write_model(own / "other_student", seed, load_tokenizer(data, None), STUDENT)
-        where = {"data_dir": data, "model_name": model, "seed": seed, "log_dir": own / "logs" / "other_student"}
-        flags = {"accelerator": "cpu", "mini_batch_size": 32, "micro_batch_size": 32, "use_targets": True}
-        return logged(own / "output.txt", sft, **where, **flags, **STUDENT_SFT, **steps)
-
-    return made(own / "other_student.txt", train)
+    data = data_of(folder, arm, seed, smoke)
+    return trained_student(folder / f"seed-{seed}", "other_student", data, load_tokenizer(data, None), seed, smoke)
 
 
 def write_texts(folder: Path, seed: int, smoke: bool) -> str:
@@ -165,13 +157,8 @@ def write_texts(folder: Path, seed: int, smoke: bool) -> str:
     own = folder / f"seed-{seed}"
     write_teacher_data(folder, seed, smoke)
     tokenizer = load_tokenizer(data_of(folder, TEXTS, seed, smoke), None)
-    rows = []
-    for prompt, response in map(partial(encoded, Encoding(tokenizer)), read_jsonl(own / "teacher.jsonl")):
-        targets = torch.tensor([IGNORE_INDEX] * len(prompt) + response)
-        rows.append({"prompt_len": len(prompt), "input_ids": [*prompt, *response], "targets": targets})
-    save_split(own / "data" / "texts", "finetune", "train", rows)
-    store_tokenizer(tokenizer, own / "data" / "texts")
-    return str(own / "data" / "texts")
+    said = map(partial(encoded, Encoding(tokenizer)), read_jsonl(own / "teacher.jsonl"))
+    return save_demonstrations(own / "data" / "texts", tokenizer, said)
 
 
 def encoded(encoding: Encoding, row: Row) -> tuple[list[int], list[int]]:

@@ -55,6 +55,18 @@ def encode_prompt(
     return [tokenizer.bos_token_id, *encode_text(tokenizer, protect(tokenizer, text))]
 
 
+def num_characters(given: Any) -> int:
+    """Characters of all texts in JSON values, such as contents, calls and schemas; keys do not count."""
+    count, left = 0, [given]
+    while left:
+        one = left.pop()
+        if isinstance(one, str):
+            count += len(one)
+        elif isinstance(one, dict | list):
+            left.extend(one.values() if isinstance(one, dict) else one)
+    return count
+
+
 def prompt_text(
     tokenizer: PreTrainedTokenizerBase, messages: Messages, tools: Sequence[dict[str, Any]] | None = None
 ) -> str:

@@ -21,7 +21,7 @@ from torch import Tensor
 from lightrlhf.cli.groups import DecodingArgs
 from lightrlhf.data.batch import seeded_noise
 from lightrlhf.data.chat import Messages
-from lightrlhf.data.tokens import encode_prompt
+from lightrlhf.data.tokens import encode_prompt, num_characters
 from lightrlhf.data.tool_calls import in_order, schema_of
 from lightrlhf.data.types import Tokenizer
 from lightrlhf.serving.bodies import MOST_ROWS, MOST_TOKENS, ChatBody, Json, Refusal, Sampling, TextBody, read_sampling
@@ -185,24 +185,15 @@ def encode(prompt: str | Messages, served: Served, tools: list[Json] | None = No
     check_size([prompt, tools], served)
     if tools:
         schema_of(served.tokenizer)
-    ids = encode_prompt(served.tokenizer, prompt, tools)
-    if not ids:
+    if not (ids := encode_prompt(served.tokenizer, prompt, tools)):
         raise Refusal("the prompt has no tokens")
     return ids
 
 
 def check_size(given: Any, served: Served) -> None:
     """Raises: Refusal of texts, messages or tools that cannot fit, before it takes a minute to tokenise them."""
-    if (count := characters(given)) > served.characters:
+    if (count := num_characters(given)) > served.characters:
         raise Refusal(f"a prompt of {count} characters does not fit into the {served.positions} positions; shorten it")
-
-
-def characters(given: Any) -> int:
-    """Characters of all texts in JSON values: contents, reasoning, calls and schemas."""
-    if isinstance(given, str):
-        return len(given)
-    values = given.values() if isinstance(given, dict) else given if isinstance(given, list) else []
-    return sum(map(characters, values))
 
 
 def check_ids(ids: Sequence[int], where: str, vocabulary: int) -> None:

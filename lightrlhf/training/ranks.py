@@ -147,7 +147,7 @@ class Ranks:
 
         That is under `fsdp`, where every pass gathers weights from all ranks, and where a micro-batch passes through
         several trained models: DDP's ranks agree on the buckets of each before the first pass of its second update, so
-        a rank that already sums the first model's gradients, with its only micro-batch, would wait for ever.
+        a rank that already sums the first model's gradients, with its only micro-batch, would deadlock.
         """
         parts = list(parts)
         if self.world_size == 1 or not (self.is_sharded or num_models > 1):

@@ -127,7 +127,7 @@ def test_what_is_no_call_is_content_and_says_why(body, words, is_closed):
         assert streamed(tokenizer, ids, pieces) == (parsed.content, "", [], parsed.problem)
 
 
-IN_PYTHON = {  # calls between the marks, and what they are by either form; a text says why they are none
+IN_PYTHON = {  # text between the marks: calls as each form reads them, or the error
     "[f(a='it\\'s', b=-1.5)]": ([("f", {"a": "it's", "b": -1.5})], "plain arguments"),
     "[a.f(), g(x=true, y=None)]": ([("a.f", {}), ("g", {"x": True, "y": None})],) * 2,
     "[f(a='b\\n')]": ([("f", {"a": "b\n"})], [("f", {"a": "b\\n"})]),

@@ -150,7 +150,7 @@ def test_micro_batches_and_packing_change_no_gradient(name, aggregation, pools, 
 
 
 def test_observations_have_their_cross_entropy_beside_the_loss(pools, tmp_path):
-    """The gradient is that without the weight, and that of the mean of -log pi over observations in float64."""
+    """It adds the gradient of the mean of -log pi over observations, as computed in float64."""
     rollout = rollout_of(KEEPS, tmp_path)
     policy = Policy(model_of(KEEPS)).eval()
     enable_packing(policy)

@@ -1,4 +1,4 @@
-"""Episodes on two ranks: they learn what one rank learns, and neither waits for ever for the other."""
+"""Episodes on two ranks: they learn what one rank learns, and neither deadlocks."""
 
 import copy
 import os
@@ -54,7 +54,7 @@ def pools(monkeypatch):
 
 
 def call(program: str, name: str, folder: Path, ranks: int, **more):
-    """A run of two steps, of 6 prompts and 3: those of the second step are 9 episodes, 5 and 4 of two ranks.
+    """A run of two steps, with 6 and 3 prompts: the 9 episodes of the second step split into 5 and 4 on two ranks.
 
     PPO plays one from each of 3 prompts, 2 and 1 of two ranks, which make as many passes, or more of several rows.
     """
