@@ -22,9 +22,10 @@ $(VENV)/.tested: $(VENV)/.installed
 	$(PIP) --editable .[all]
 	touch $@
 
-# Tests run in so many processes of one thread each; the tests of a file stay together, because they share fixtures.
+# Tests run in so many processes of one thread each; the tests of a file stay together, because they share fixtures, and
+# files keep the order that tests/conftest.py gives them.
 WORKERS ?= 2
-PYTEST = $(BIN)/python -m pytest -rs --numprocesses $(WORKERS) --dist loadfile
+PYTEST = $(BIN)/python -m pytest -rs --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: install browser quickstart demo real wheel check test test-thorough test-avx2 test-oldest test-vllm test-llama \
 	test-harness test-trl gpu gpu-bundle test-gpu-image attacks test-nightly newcomer claims claims-smoke freeze lists lint site clean
@@ -58,9 +59,11 @@ check: export LIGHTRLHF_EXAMPLES := 20
 check: lint
 	$(PYTEST) -m "not slow and not thorough and not attack" tests
 
-# Before a change is offered: all tests but the attacks and the thorough ones, which .ci/run runs, too.
+# Before a change is offered: all tests but the attacks and the thorough ones, which .ci/run runs with them, so that no
+# processor waits for the longest of either.
+MARKS = not attack and not thorough
 test: $(VENV)/.tested
-	$(PYTEST) -m "not attack and not thorough" tests
+	$(PYTEST) -m "$(MARKS)" tests
 
 test-thorough: $(VENV)/.tested
 	$(PYTEST) -m "thorough and not attack" tests
