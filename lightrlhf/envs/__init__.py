@@ -121,7 +121,7 @@ def text_space(max_length: int, letters: str = string.printable) -> Any:
     return Text(max_length, min_length=0, charset=letters)
 
 
-def make_env(name: str, **options: Any) -> TextEnv:
+def make_env(name: str, /, **options: Any) -> TextEnv:
     """A text environment by its name in `ENVIRONMENTS` or its import path; `options` are passed to its constructor.
 
     Raises: UsageError, one line, when it lacks a part of `TextEnv`, and see `construct`.
@@ -133,7 +133,7 @@ def make_env(name: str, **options: Any) -> TextEnv:
     return made
 
 
-def construct(name: str, **options: Any) -> Any:
+def construct(name: str, /, **options: Any) -> Any:
     """The object that a class or function of `--env` makes.
 
     Raises: UsageError, one line, when it does not exist, a package is missing, or an option is invalid.

@@ -50,6 +50,22 @@ def test_a_class_of_trl_is_played_as_it_is():
     assert env.step(say(increment={"step": 2})).messages[0]["content"] == "7" and env.finish("turns") is None
 
 
+class Named:
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def reset(self, *, seed=None):
+        return self.name, {}
+
+    def step(self, text):
+        return text, 0.0, True, False, {}
+
+
+def test_an_option_may_be_called_name():
+    env = EnvSpec(env=f"{__name__}:Named", options={"name": "tea"}).make()
+    assert env.reset(1, {}) == [{"role": "user", "content": "tea"}]
+
+
 def test_a_text_environment_of_the_library_shows_task_and_commands():
     env = EnvSpec(env="dangerous_taxi", options={"horizon": 5}).make()
     assert isinstance(env, GymEnv) and env.tools is None

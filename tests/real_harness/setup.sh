@@ -14,6 +14,7 @@ environment alpaca_eval alpaca_eval==0.6.6 datasets==5.2.0 numpy==2.4.6 pandas==
 environment smolagents "smolagents[openai]==1.26.0"
 environment mcp mcp==2.3.0
 environment verifiers verifiers==0.4.0 uv==0.13.9
+environment games textarena==0.7.4 skyrl-gym==0.4.0
 # RewardBench and FastChat, whose modules of judging import the clients of two services; neither is called.
 environment rewardbench $torch rewardbench==0.1.4 transformers==4.51.0 trl==0.11.4 datasets==3.6.0 \
     fschat==0.2.36 openai==0.28.1 anthropic==2.12.0
