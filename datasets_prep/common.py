@@ -47,7 +47,7 @@ from datasets_prep.turns import BadRow
 from lightrlhf.cli.errors import RunFailure, UsageError, first_line
 from lightrlhf.cli.fields import at_least, flag, random_seed
 from lightrlhf.cli.groups import DryRunArgs
-from lightrlhf.cli.hub import check_repository, is_gguf
+from lightrlhf.cli.hub import check_hub, check_repository, is_gguf
 from lightrlhf.cli.parser import parse, to_dict
 from lightrlhf.data.chat import declare_ends
 from lightrlhf.data.packing import FlatWriter
@@ -213,11 +213,16 @@ def load_tokenizer(name: str) -> Any:
 
     if is_gguf(name):
         name = str(from_gguf(name, "--tokenizer_name"))
+    folder = Path(name)
+    if not folder.is_dir():
+        check_hub(name, "--tokenizer_name", ("tokenizer_config.json", "config.json"))
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
     except Exception as problem:  # hub client, network and tokenizer classes raise errors of their own
-        has_files = not Path(name).is_dir() or any(Path(name).glob("*token*"))
-        why = first_line(problem) if has_files else "the folder has no tokenizer.json"
+        why = first_line(problem)
+        if folder.is_dir() and not any(folder.glob("*token*.[jm]*")):
+            within = max(folder.glob("*/tokenizer.json"), default=None)
+            why = "the folder has no tokenizer.json" + (f", but {within.parent} has one" if within else "")
         raise UsageError(f"--tokenizer_name {name}: cannot be loaded ({why})") from None
     declare_ends(tokenizer, name)
     return tokenizer

@@ -13,13 +13,12 @@ import json
 import logging
 import os
 import warnings
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 from lightrlhf.cli.errors import UsageError, first_line
 from lightrlhf.cli.groups import ModelArgs, StartArgs
-from lightrlhf.cli.hub import is_gguf
+from lightrlhf.cli.hub import check_hub, is_gguf
 from lightrlhf.cli.latest import why_missing
 from lightrlhf.gguf.files import from_gguf
 from lightrlhf.models import lora
@@ -28,7 +27,6 @@ from lightrlhf.storage.run_dir import why_no_model
 
 LARGEST_SIZE = 2**31  # of a config's sizes and counts
 MOST_LAYERS = 10_000
-HUB_PATIENCE = 10.0  # seconds, as the hub's own library waits for metadata
 
 
 def quiet_libraries() -> None:
@@ -64,7 +62,8 @@ def resolve(name: str, flag: str = "--model_name") -> str:
         is_local = is_local or ("/" in name and path.parent.is_dir())
         if flag != "--model_name" or is_local:
             raise UsageError(f"{flag} {name} {why_missing(name)}")
-        check_hub(name, flag)
+        if name != "tiny":
+            check_hub(name, flag, ("config.json", lora.ADAPTER_CONFIG))
         return name
     is_model = (path / "config.json").is_file() or (path / lora.ADAPTER_CONFIG).is_file()
     if is_sealed(path) and (is_model or not (path / "args.json").is_file()):
@@ -88,32 +87,6 @@ def model_folder(name: str) -> Path | None:
     if not path.is_dir() or is_model:
         return path if path.is_dir() else None
     return next(reversed(checkpoints(path)), path)
-
-
-@cache
-def check_hub(name: str, flag: str) -> None:
-    """Look once for a model that is not in the hub's cache: without network its own library tries for a minute.
-
-    Raises: UsageError when it is neither a folder here nor on the hub.
-    """
-    if name == "tiny":
-        return
-    from huggingface_hub import HfApi, constants, try_to_load_from_cache
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-
-    try:
-        cached = [try_to_load_from_cache(name, file) for file in ("config.json", lora.ADAPTER_CONFIG)]
-        if any(isinstance(path, str) for path in cached):
-            return
-        HfApi().model_info(name, timeout=HUB_PATIENCE)
-    except HfHubHTTPError as problem:
-        if problem.response is not None and problem.response.status_code in (401, 403, 404):
-            raise UsageError(f"{flag} {name} is neither a folder here nor a model on the hub") from None
-    except HFValidationError:
-        raise UsageError(f"{flag} {name} is neither a folder here nor a name of the hub") from None
-    except Exception:  # of the hub's HTTP library, which depends on its version
-        why = ", for HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else ""
-        raise UsageError(f"{flag} {name} is not a folder here, and the hub cannot be reached{why}") from None
 
 
 def base_name(source: str, flag: str) -> str | None:

@@ -332,7 +332,7 @@ def test_what_cannot_be_read_is_told(tmp_path, capsys):
     for given, words in (
         (["nowhere"], "nowhere: no such file or folder"),
         ([str(write_lines(tmp_path / "rows.jsonl", TALKS))], "--tokenizer_name is needed"),
-        ([str(tmp_path), "--tokenizer=nowhere"], "--tokenizer_name nowhere: cannot be loaded"),
+        ([str(tmp_path), "--tokenizer=nowhere"], "--tokenizer_name nowhere is not a folder here"),
     ):
         with pytest.raises(SystemExit) as ended:
             main(given)

@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 import time
@@ -492,3 +493,16 @@ def test_every_flag_has_one_sentence_of_help(capsys):
     for field in dataclasses.fields(PrepareArgs):
         assert f"--{field.name}" in text.replace("_ ", "_")
     assert "Maximum tokens of a prompt" in text
+
+
+@pytest.mark.parametrize("name", ["datasets_prep/cafe/bas", "./nowhere", "nowhere", "org/nowhere"])
+def test_the_name_of_no_tokenizer_is_told(name):
+    with error_naming(UsageError, f"--tokenizer_name {name} ") as told:
+        common.load_tokenizer(name)
+    assert "huggingface.co" not in str(told.value)
+
+
+def test_the_folder_above_a_tokenizer_is_told(tmp_path, tokenizer_dir):
+    shutil.copytree(tokenizer_dir, tmp_path / "data" / "tokenizer")
+    with error_naming(UsageError, f"--tokenizer_name {tmp_path / 'data'}: ", tmp_path / "data" / "tokenizer"):
+        common.load_tokenizer(str(tmp_path / "data"))
