@@ -15,13 +15,14 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import shutil
 import subprocess
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
-from lightrlhf.cli.errors import UsageError
+from lightrlhf.cli.errors import UsageError, first_line
 from lightrlhf.envs.tool_env import WrongCall, arguments_of, error_text, result_message
 from lightrlhf.generation.episode_env import Answer, Json, Message
 
@@ -46,7 +47,7 @@ class McpEnv:
             self.session = Session(server)
             self.tools = self.session.tools()
         except (OSError, ValueError, LookupError) as problem:
-            raise UsageError(f"--mcp {server}: {type(problem).__name__}: {problem}") from None
+            raise UsageError(f"--mcp {server}: {why_lost(problem)}") from None
 
     def reset(self, seed: int, row: dict[str, Any]) -> list[Message]:
         if self.session.is_used:
@@ -122,10 +123,21 @@ class Session:
             if "method" in message and "id" in message:  # the server asks
                 known = {"result": {}} if message["method"] == "ping" else {"error": NO_METHOD}
                 self.by.send({"jsonrpc": "2.0", "id": message["id"], **known})
-        raise ConnectionError(f"the server gave no answer to {method}")
+        raise ConnectionError(f"the server gave no answer to {method}; run it by itself to see why")
 
     def close(self) -> None:
         self.by.close()
+
+
+def why_lost(problem: BaseException) -> str:
+    """Why there is no session, in one line that says what to look at."""
+    if isinstance(problem, json.JSONDecodeError):
+        return f"it answers {problem.doc[:60]!r}, not JSON; a server of MCP is needed"
+    if isinstance(problem, LookupError):
+        return f"its answer has no {problem}; a server of MCP is needed"
+    if isinstance(problem, BrokenPipeError):
+        return "the server has ended; run it by itself to see why"
+    return first_line(problem)
 
 
 def result_of(answer: Json) -> Json:
@@ -150,7 +162,10 @@ class Pipes:
         environment = {name: value for name, value in os.environ.items() if name not in (USERS_PATH, "PYTHONHASHSEED")}
         environment["PYTHONPATH"] = os.environ.get(USERS_PATH, os.environ.get("PYTHONPATH", ""))
         streams: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "encoding": "utf-8"}
-        self.process = subprocess.Popen(shlex.split(command), env=environment, **streams)
+        words = shlex.split(command)
+        if not words or shutil.which(words[0]) is None:
+            raise FileNotFoundError("there is no such command; give one that starts a server, or an address, http://…")
+        self.process = subprocess.Popen(words, env=environment, **streams)
 
     def send(self, message: Json) -> Iterator[Json]:
         """Write a message; returns those that the server writes from now on."""
@@ -183,7 +198,7 @@ class Posts:
         try:
             response = self.client.post(self.url, json=message, headers={"MCP-Protocol-Version": self.version})
         except httpx2.HTTPError as problem:
-            raise ConnectionError(f"{type(problem).__name__}: {problem}") from None
+            raise ConnectionError(f"no server answers there ({first_line(problem)})") from None
         if response.is_error:
             raise ConnectionError(f"status {response.status_code}: {response.text[:200]}")
         if session := response.headers.get("Mcp-Session-Id"):

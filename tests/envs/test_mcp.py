@@ -94,11 +94,15 @@ def test_a_server_without_tools_is_named(tmp_path):
     program = tmp_path / "server.py"
     program.write_text(PRINTS.replace('"tools":', '"others":'))
     server = shlex.join([sys.executable, str(program)])
-    with error_naming(UsageError, f"--mcp {server}: KeyError: 'tools'"):
+    with error_naming(UsageError, f"--mcp {server}: its answer has no 'tools'"):
         McpEnv(server)
 
 
-@pytest.mark.parametrize("server", ["no-such-command", "'", "true", "http://127.0.0.1:9/mcp"])
+@pytest.mark.parametrize(
+    "server", ["no-such-command", "", "'", "true", "sh -c 'read x; echo hello'", "http://127.0.0.1:9/mcp"]
+)
 def test_a_server_that_cannot_be_had_is_named(server):
-    with error_naming(UsageError, f"--mcp {server}"):
+    with error_naming(UsageError, f"--mcp {server}: ") as told:
         McpEnv(server)
+    words = str(told.value)
+    assert "Error" not in words and "Expecting value" not in words and "\n" not in words  # Python's own
