@@ -12,6 +12,7 @@ from typing import Any
 from lightrlhf.training.run import Metrics, Run
 
 LONGER, MORE_TRUNCATED = 1.5, 0.25  # times the first length, and share of responses beyond the first
+SHORTER = 0.5  # times the first length
 MORE_REPETITION = 0.1  # share of runs of tokens beyond the first
 SURPRISE = 1.0  # nats a token beyond the first
 
@@ -44,6 +45,11 @@ class Drift:
         grew = length > LONGER * self.first.get("completions/mean_length", length)
         if grew and change["completions/truncated_ratio"] > MORE_TRUNCATED:
             found["length"] = f"responses have grown to {length:.0f} tokens, and more of them are truncated; read them"
+        if length < SHORTER * self.first.get("completions/mean_length", length):
+            found["length"] = (
+                f"responses have shrunk to {length:.0f} tokens, less than half of the first step's; read them, and "
+                "lower --learning_rate or give --student_share 0.5"
+            )
         if change.get("completions/repetition", 0.0) > MORE_REPETITION:
             share = now["completions/repetition"]
             found["repetition"] = (

@@ -19,7 +19,7 @@ from lightrlhf.models.names import starting_model
 from lightrlhf.storage.checkpoint import BEST, checkpoints
 from lightrlhf.storage.curves import Column, column, columns
 from lightrlhf.storage.results import print_table, usual_metrics
-from lightrlhf.storage.run_dir import is_stage, read_logged
+from lightrlhf.storage.run_dir import is_stage, read_arg, read_logged
 from lightrlhf.training.best import Best
 from lightrlhf.training.next_steps import print_next
 from lightrlhf.training.order import Order
@@ -159,10 +159,22 @@ def describe_audit(logged: Metrics) -> str:
     return f"scored {scored:.0%} of the responses; {warning}"
 
 
+def describe_groups(logged: Metrics) -> str:
+    """That no group of a prompt's responses had two different rewards, with what to do; else empty."""
+    if "objective/zero_std_ratio" not in logged or logged["objective/zero_std_ratio"].values.min() < 1:
+        return ""
+    count = len(logged["objective/zero_std_ratio"].values)
+    return (
+        f"equal rewards in each, in all {count:,} steps logged: they taught nothing; read the responses, and give "
+        "easier or harder prompts, SFT before, or another reward"
+    )
+
+
 def print_summary(
     title: str, directory: Path, logged: Metrics, memory: float = 0.0, names: Iterable[str] | None = None
 ) -> None:
-    """Print the table of a run that has ended, its audit, speed, most memory of a rank (GiB) and newest checkpoint.
+    """Print the table of a run that has ended, its audit, equal groups, speed, most memory of a rank (GiB) and newest
+    checkpoint.
 
     names: metrics of the table; the usual ones when not given, and no table without values.
     """
@@ -170,6 +182,7 @@ def print_summary(
     if cells := metric_cells(logged, usual if names is None else names):
         print_table(title, ("metric", "first", "last", "best", "at step"), cells)
     newest = checkpoints(directory)[-1:]
-    fields = {"audit": describe_audit(logged), "speed": mean_speed(logged)}
+    groups = describe_groups(logged) if read_arg(str(directory), "num_generations") != 1 else ""
+    fields = {"audit": describe_audit(logged), "groups": groups, "speed": mean_speed(logged)}
     fields["memory"] = f"{memory:.2f} GiB at most" if memory else ""
     print(lines(fields | {"checkpoint": str(newest[0]) if newest else ""}), flush=True)

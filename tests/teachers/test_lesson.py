@@ -292,3 +292,7 @@ def test_drift_from_the_first_step_is_told_once():
     again = SimpleNamespace(**vars(run) | {"resumed": {"extra": {"drift": first}}})
     assert Drift(again).watch(far) == {"drift/warning": 3.0}
     assert drift.watch({"train/loss": 1.0}) == {}  # a step on demonstrations
+    shrinking = Drift(run)
+    for length, warnings in ((10.0, 0.0), (5.0, 0.0), (4.0, 1.0)):  # half of the first is not told
+        assert shrinking.watch({"completions/mean_length": length}) == {"drift/warning": warnings}
+    assert "shrunk to 4 tokens" in lines[-1]

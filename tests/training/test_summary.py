@@ -18,7 +18,14 @@ from lightrlhf.storage.results import USUAL_METRICS, usual_metrics
 from lightrlhf.training.memory import peak_memory
 from lightrlhf.training.metric_log import IN_PROGRESS_BAR
 from lightrlhf.training.run import Run
-from lightrlhf.training.summary import describe_audit, describe_device, describe_steps, mean_speed, metric_cells
+from lightrlhf.training.summary import (
+    describe_audit,
+    describe_device,
+    describe_groups,
+    describe_steps,
+    mean_speed,
+    metric_cells,
+)
 
 FIELDS = ("model", "data", "device", "steps", "results")
 
@@ -107,6 +114,13 @@ def test_the_audit_that_was_asked_for_is_told_also_where_it_scored_nothing():
     rows = [{"step": step, "audit/valid_ratio": 0.5, "audit/warning": float(step > 8)} for step in range(1, 11)]
     assert all(fact in describe_audit(columns(rows)) for fact in ("50%", "9, 10"))
     assert "0%" in describe_audit(columns([{"step": 1, "audit/valid_ratio": 0.0, "audit/warning": 0.0}]))
+
+
+def test_groups_that_taught_nothing_are_told():
+    assert describe_groups(columns([{"step": 1, "train/loss": 1.0}])) == ""
+    for last, told in ((1.0, True), (0.9, False)):
+        rows = [{"step": step, "objective/zero_std_ratio": ratio} for step, ratio in ((1, 1.0), (2, last))]
+        assert ("all 2 steps" in describe_groups(columns(rows))) is told
 
 
 def test_the_usual_metrics_are_one_list():
