@@ -64,7 +64,7 @@ setup(
         "jinja2>=3.1",  # of transformers, for chat templates
         "numpy>=1.26",
         "packaging>=23",
-        "regex>=2024.4.16",  # of transformers; patterns with a limit of time
+        "regex>=2025.10.22",  # of transformers; patterns with a limit of time
         "pyarrow>=15.0",
         "tokenizers>=0.22.1",
         "safetensors>=0.4.3",
