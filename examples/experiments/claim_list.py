@@ -337,4 +337,21 @@ DISTILLATION = Section(
     ),
     not_measurable=("summaries, translation and mathematics, teachers of billions of parameters",),
 )
-SECTIONS = (WITHOUT_A_CRITIC, RELATIVES, MACRO_ACTIONS, ONLINE, REFUEL, REFLECT_RL, REAL_MODEL, DISTILLATION)
+AGENTS = Section(
+    title="agents",
+    claims=tuple(
+        Claim(
+            says=says,
+            measure="taxi, success after 75 iterations",
+            experiment="taxi_agents",
+            arm="GRPO, credit by turn",
+            control=control,
+            read=success(75),
+        )
+        for says, control in (
+            ("`grpo --env` is better than `reflect_rl` without a reflector", "Reflect-RL's program, SFT+RL"),
+            ("credit by turn is better than by episode", "GRPO, credit by episode"),
+        )
+    ),
+)
+SECTIONS = (WITHOUT_A_CRITIC, RELATIVES, MACRO_ACTIONS, ONLINE, REFUEL, REFLECT_RL, REAL_MODEL, DISTILLATION, AGENTS)

@@ -320,17 +320,21 @@ def run_arm(own: Path, task: Task, base: str | None, seed: int, name: str, smoke
         saved = {int(path.name.partition("-")[2]): str(path) for path in checkpoints(Path(experiment))}
         models = {step: saved[step] for step in rounds}
     seconds = spent(began)
-    tested = []
-    for step, model in models.items():
-        flags = task.env | task.evaluation | ({"num_samples": 1, "eval_reps": 1} if smoke else {})
-        where = {"model_name": model, "reflect_experiment_dir": reflector, "accelerator": "cpu"}
-        tested.append({"iterations": step} | run(evaluate, **where, **flags)[2])
+    tested = held_out(own, task, models, reflector, smoke)
     print(
         f"({seconds['seconds']:.0f} s) seed {seed}, {name}: {[round(row['success'], 3) for row in tested]}", flush=True
     )
     curve = [row for row in read_metrics(experiment) if "val/success" in row] if arm.learns else []
     row = {"seed": seed, "arm": name, "results": tested, "curve": curve}
     return row | seconds | made_by()
+
+
+def held_out(own: Path, task: Task, models: dict[int, str], reflector: str | None, smoke: bool) -> list[Row]:
+    """What `evaluate` measures on held-out starts of models by their iterations."""
+    flags = task.env | task.evaluation | ({"num_samples": 1, "eval_reps": 1} if smoke else {})
+    flags |= {"reflect_experiment_dir": reflector, "accelerator": "cpu"}
+    run = functools.partial(logged, own / "output.txt", evaluate)
+    return [{"iterations": step} | run(model_name=model, **flags)[2] for step, model in models.items()]
 
 
 def fine_tuned(own: Path, task: Task, base: str | None, seed: int, data: str, name: str, smoke: bool) -> str:

@@ -23,6 +23,7 @@ from examples.experiments import (
     records,
     reflect_rl,
     refuel,
+    taxi_agents,
     unit_tests,
 )
 from examples.experiments.claim_list import SECTIONS, Claim, column, rollouts, success
@@ -142,6 +143,7 @@ ARMS = {
     "hinted_reasoning": hinted_reasoning.ARMS,
     "real_distillation": ("base", "GRPO", "distilled"),
     "agents": agents.ARMS,
+    "taxi_agents": taxi_agents.ARMS,
     "estimators": [*estimators.CREDIT, *estimators.SEEDS],
     "real_reasoning": real_reasoning.ARMS,
     "unit_tests": unit_tests.ARMS,
