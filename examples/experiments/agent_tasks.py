@@ -24,9 +24,9 @@ def exact(place: str) -> list[float]:
     return [r * gain * p * (1 - p) for r, gain, p in zip(reach, gains, GO)]
 
 
-def end(row: Row) -> float:
+def end(row: Row, last: int = LAST) -> float:
     """Share of right episodes in the last steps of a run."""
-    return sum(row["scores"][-LAST:]) / len(row["scores"][-LAST:])
+    return sum(row["scores"][-last:]) / len(row["scores"][-last:])
 
 
 def bounds() -> dict[str, float]:

@@ -6,10 +6,14 @@ Both tasks train a Llama of 0.1M parameters by `lightrlhf.grpo`, 64 episodes a s
             Arms: credit by turn, by episode, and *of one turn*, where a turn is credited with its own reward alone and
             so a question that narrows the numbers down is worth nothing. Bounds: numbers at random, numbers at random
             among those that the answers allow, and halving.
-    sums    Products of two numbers of three digits. From SFT on scripted episodes that both arms share, 60 steps. The
-            script calls the calculator in one of two, with the right expression in one of two, and repeats the result
-            in one of two; else it says some product. So one of eight scripted episodes with the tool is right, and of
+    sums    Products of two numbers of three digits that have six. From SFT on scripted episodes that both arms share,
+            60 steps. With the tool the script calls the calculator in one of two episodes and repeats the result in one
+            of two of these; else it says some product. So one of four scripted episodes with the tool is right, and of
             those without it none but by chance. Arms: with the tool, and the same prompts without it.
+
+The script of the sums was chosen by what SFT makes of it, on another seed: it copies the numbers of the prompt into the
+call, and can copy the result. An earlier one, with half of its calls of other numbers, copied nothing, and both arms
+stayed at 0.
 
 Read: the share of right episodes in the last ten steps (640 episodes), each played on a task that was not trained on
 before. Settings were written down before any run that is kept; the number of steps by the cost of a step. Results are
@@ -25,9 +29,8 @@ import random
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -55,15 +58,30 @@ if TYPE_CHECKING:
 
 CALL = '<tool_call>{"name": "calculator", "arguments": {"expression": "', '"}}</tool_call>'
 PHRASES = ["calculator", *CALL, GuessNumber().reset(seed=0)[0], "higher", "lower", "right", "say a number"]
-TEMPLATE = (
-    "{% for tool in tools or [] %}{{ tool['function']['name'] + '\n' }}{% endfor %}"
-    "{% for message in messages %}{{ message['content'] or '' }}"
-    "{% for call in message['tool_calls'] or [] %}"
+TOLD = "{% for tool in tools or [] %}{{ tool['function']['name'] + '\n' }}{% endfor %}"
+SAID = (
+    "{{ message['content'] or '' }}{% for call in message['tool_calls'] or [] %}"
     "{{ '<tool_call>{\"name\": \"' + call['function']['name'] + '\", \"arguments\": ' }}"
     "{{ (call['function']['arguments'] | tojson) + '}</tool_call>' }}{% endfor %}"
-    "{{ eos_token if message['role'] == 'assistant' else '\n' }}{% endfor %}"
 )
-NUM_DEMONSTRATIONS = 6400  # with the tool's name before them, and as many without
+TEMPLATE = (
+    TOLD
+    + "{% for message in messages %}"
+    + SAID
+    + "{{ eos_token if message['role'] == 'assistant' else '\n' }}{% endfor %}"
+)
+
+
+class Form(NamedTuple):
+    """What a chat template writes around a question, a turn of the assistant and a result."""
+
+    asked: str
+    said: str
+    result: str
+
+
+LINES = Form("{}\n", "{}<eos>", "{}\n")
+NUM_DEMONSTRATIONS = 12800  # three of four with the tool's name before them
 SFT: dict[str, Any] = {
     "accelerator": "cpu",
     "epochs": 3,
@@ -93,7 +111,7 @@ ARMS: dict[str, dict[str, Any]] = {
     "guess: credit by turn": GUESS | {"credit": "turn"},
     "guess: credit by episode": GUESS | {"credit": "episode"},
     "guess: credit of one turn": GUESS | {"credit": "turn"},
-    "sums: with the tool": SUMS | {"tools": ["calculator"], "max_turns": 2},
+    "sums: with the tool": SUMS | {"tools": ["calculator"], "max_turns": 2, "env_workers": 4},
     "sums: without the tool": SUMS,
 }
 COMPARED = [
@@ -205,10 +223,15 @@ def untrained(folder: Path, seed: int, smoke: bool) -> str:
 
 
 # ------------------------------------------------------------------------------------------------------------- sums
+def factors(rng: random.Random) -> tuple[int, int]:
+    """Two numbers of three digits whose product has six."""
+    return rng.randint(320, 999), rng.randint(320, 999)
+
+
 def products(seed: int, count: int) -> list[Row]:
     """Prompts, each with its answer."""
     rng = random.Random(f"products {seed}")
-    pairs = [(rng.randint(100, 999), rng.randint(100, 999)) for _ in range(count)]
+    pairs = [factors(rng) for _ in range(count)]
     return [{"prompt": [{"role": "user", "content": f"{a}*{b}="}], "answer": str(a * b)} for a, b in pairs]
 
 
@@ -230,25 +253,19 @@ def shown_calls(folder: Path, seed: int, smoke: bool) -> str:
         return str(sft.train(args, rows=scripted(tokenizer(), seed, count)))
 
 
-def scripted(reader: Tokenizer, seed: int, count: int) -> list[Row]:
+def scripted(reader: Tokenizer, seed: int, count: int, form: Form = LINES) -> list[Row]:
     """Episodes with the tool's name before them and without, as rows whose targets are the assistant's turns."""
-    rng = random.Random(f"script {seed}")
-
-    def numbers() -> tuple[int, int]:
-        return rng.randint(100, 999), rng.randint(100, 999)
-
-    rows = []
-    for _, has_tool in product(range(count), (True, False)):
-        a, b = numbers()
-        parts = [("calculator\n" if has_tool else "") + f"{a}*{b}=\n"]  # of the others, of the assistant, in turn
-        c, d = numbers()
+    rng, rows = random.Random(f"script {seed}"), []
+    for number in range(count):
+        has_tool = number % 4 > 0
+        a, b = factors(rng)
+        parts = [form.asked.format(("calculator\n" if has_tool else "") + f"{a}*{b}=")]  # the second is the assistant's
+        c, d = factors(rng)
         said = f"{c * d}"
         if has_tool and rng.random() < 0.5:
-            called = (a, b) if rng.random() < 0.5 else numbers()
-            result = called[0] * called[1]
-            parts += [f"{CALL[0]}{called[0]}*{called[1]}{CALL[1]}<eos>", f"{result}\n"]
-            said = f"{result}" if rng.random() < 0.5 else said
-        parts.append(f"{said}<eos>")
+            parts += [form.said.format(f"{CALL[0]}{a}*{b}{CALL[1]}"), form.result.format(a * b)]
+            said = f"{a * b}" if rng.random() < 0.5 else said
+        parts.append(form.said.format(said))
         pieces = [reader(part, add_special_tokens=False)["input_ids"] for part in parts]
         targets = [i if number % 2 else IGNORE_INDEX for number, piece in enumerate(pieces) for i in piece]
         ids = [i for piece in pieces for i in piece]

@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from examples.experiments.agent_tasks import end
 from examples.experiments.readings import Read, each, equal_kl
 from examples.experiments.records import Row
 from examples.experiments.stats import restricted
@@ -337,6 +338,7 @@ DISTILLATION = Section(
     ),
     not_measurable=("summaries, translation and mathematics, teachers of billions of parameters",),
 )
+WITH_TOOL, WITHOUT_TOOL = "with the tool", "without the tool"
 AGENTS = Section(
     title="agents",
     claims=tuple(
@@ -352,6 +354,24 @@ AGENTS = Section(
             ("`grpo --env` is better than `reflect_rl` without a reflector", "Reflect-RL's program, SFT+RL"),
             ("credit by turn is better than by episode", "GRPO, credit by episode"),
         )
+    )
+    + (
+        Claim(
+            says="a calculator helps",
+            measure="products, right at the end",
+            experiment="agents",
+            arm=f"sums: {WITH_TOOL}",
+            control=f"sums: {WITHOUT_TOOL}",
+            read=each(end),
+        ),
+        Claim(
+            says="and SmolLM2",
+            measure="products, right at the end",
+            experiment="real_calculator",
+            arm=WITH_TOOL,
+            control=WITHOUT_TOOL,
+            read=each(lambda row: end(row, 4)),
+        ),
     ),
 )
 SECTIONS = (WITHOUT_A_CRITIC, RELATIVES, MACRO_ACTIONS, ONLINE, REFUEL, REFLECT_RL, REAL_MODEL, DISTILLATION, AGENTS)

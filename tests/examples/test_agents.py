@@ -2,45 +2,65 @@
 
 import math
 import random
+import re
 from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers.utils import get_json_schema
 
-from examples.experiments import agent_tasks, agents
-from lightrlhf.data.chat import MARK
-from lightrlhf.data.rendering import render
-from lightrlhf.data.tokens import prompt_text
+from examples.experiments import agent_tasks, agents, real_calculator
+from examples.experiments.small_models import phrase_tokenizer
 from lightrlhf.data.tool_calls import parse
 from lightrlhf.envs.games import GuessNumber, calculator
+from lightrlhf.generation.conversations import Conversation
 from lightrlhf.storage.jsonl import read_jsonl
 
 TOOLS = [get_json_schema(calculator)]
 
 
-def test_scripted_episodes_read_as_the_template_writes_them():
-    reader = agents.tokenizer()
-    rows = agents.scripted(reader, seed=1, count=40)
-    called = [row for row in rows if reader.decode(row["input_ids"]).startswith("calculator\n")]
-    assert len(called) == 40
-    right = 0
-    for row in called:
-        text = reader.decode(row["input_ids"])
-        asked, said = text.removeprefix("calculator\n").split("\n")[0], text.split("\n")[-1].removesuffix("<eos>")
-        prompt = [{"role": "user", "content": asked}]
-        begin = prompt_text(reader, prompt, TOOLS)
-        assert reader.decode(row["input_ids"][: row["prompt_len"]]) == begin
-        first = row["targets"][row["prompt_len"] :].tolist()
-        end = first.index(reader.eos_token_id) + 1
-        reply = parse(reader, row["input_ids"][row["prompt_len"] :][:end], begin, TOOLS).as_message()
-        messages = [*prompt, reply]
-        if calls := reply.get("tool_calls"):
+def lines():
+    return agents.tokenizer(), agents.LINES
+
+
+def turns():
+    """SmolLM2's marks of turns, for the tokenizer of characters."""
+    reader = phrase_tokenizer([*agents.PHRASES, "<|im_start|>", "<|im_end|>"])
+    reader.add_special_tokens({"eos_token": "<|im_end|>", "additional_special_tokens": ["<|im_start|>"]})
+    reader.chat_template = real_calculator.TEMPLATE
+    return reader, real_calculator.TURNS
+
+
+@pytest.mark.parametrize("make", [lines, turns])
+def test_scripted_episodes_are_read_as_episodes_are_played(make):
+    reader, form = make()
+    rows = agents.scripted(reader, seed=1, count=80, form=form)
+    tried, right = {True: 0, False: 0}, 0
+    for row in rows:
+        ids, targets = row["input_ids"], row["targets"].tolist()
+        text = reader.decode(ids)
+        asked = re.search(r"\d+\*\d+=", text)[0]
+        has_tool = text.count("calculator") > text.count('"calculator"')
+        messages, tools = [{"role": "user", "content": asked}], TOOLS if has_tool else None
+        one = Conversation(reader)
+        while True:  # as `generation.episodes` plays it
+            plan = one.begin(messages, tools)
+            assert ids[: len(plan.ids)] == plan.ids
+            length = next(i for i in range(len(plan.ids), len(ids)) if ids[i] == reader.eos_token_id) + 1
+            said = ids[len(plan.ids) : length]
+            assert targets[len(plan.ids) : length] == said
+            reply = parse(reader, said, plan.prompt, tools).as_message() if tools else None
+            calls = reply.get("tool_calls") if reply else None
+            if not calls:
+                assert length == len(ids)
+                break
+            one.end(plan, {}, messages, tools, said, [0.0] * len(said), reply, "tool_calls", "")
             result = {"role": "tool", "content": calculator(**calls[0]["function"]["arguments"])}
-            messages += [result | {"tool_call_id": calls[0]["id"]}, {"role": "assistant", "content": said}]
-        assert render(reader, messages, TOOLS).replace(MARK, "") == text
-        right += agents.right([], [said], [calculator(asked[:-1])])[0]
-    assert 0 < right < 20  # one in eight
+            messages = [*messages, reply, result | {"tool_call_id": calls[0]["id"]}]
+        tried[has_tool] += 1
+        answer = reader.decode(said, skip_special_tokens=True)
+        right += agents.right([], [answer], [calculator(asked[:-1])])[0]
+    assert tried == {True: 60, False: 20} and 5 < right < 25  # one in four with the tool
 
 
 def test_credit_of_one_turn_is_its_own_reward():

@@ -26,6 +26,7 @@ from examples.experiments import (
     macro_actions,
     online_cafe,
     other_tokenizer,
+    real_calculator,
     real_dialogues,
     real_distillation,
     real_reasoning,
@@ -35,6 +36,7 @@ from examples.experiments import (
     refuel,
     reward_hack,
     rollout_servers,
+    taxi_agents,
     unit_tests,
 )
 from examples.experiments.readings import at_equal_samples_and_time, at_seconds
@@ -222,7 +224,7 @@ FLAGS = {
         *(quickstart.SFT, hidden_map.SFT, macro_actions.LETTER_SFT | macro_actions.QUIET, reward_hack.SFT),
         *(reasoning.BASE_SFT, reasoning.SFT, reasoning.RAFT, grpo_switches.SFT),
         *(real_reasoning.FORMAT, real_reasoning.RAFT, real_dialogues.SFT, unit_tests.SFT),
-        *(agents.SFT, distilled_cafe.STUDENT_SFT, distilled_cafe.ARMS["SFT on the teacher"][1]),
+        *(agents.SFT, real_calculator.SFT, distilled_cafe.STUDENT_SFT, distilled_cafe.ARMS["SFT on the teacher"][1]),
         *(hinted_reasoning.BASE_SFT, hinted_reasoning.ARMS["labels"][1]),
     ],
     "lightrlhf.rm": [quickstart.RM, real_dialogues.RM],
@@ -235,7 +237,7 @@ FLAGS = {
         *(cafe_methods.COMMON, cafe_methods.METHODS["GRPO"].flags, cafe_methods.METHODS["RLOO"].flags),
         *(grpo_switches.GRPO, *grpo_switches.ARMS.values()),
         *(reward_hack.GRPO | reward_hack.QUIET, reasoning.GRPO, real_reasoning.GRPO, real_dialogues.GRPO),
-        *(*agents.ARMS.values(), hinted_reasoning.ARMS["GRPO"][1]),
+        *(*agents.ARMS.values(), *real_calculator.ARMS.values(), taxi_agents.GRPO, hinted_reasoning.ARMS["GRPO"][1]),
     ],
     "lightrlhf.distill": [
         *(distilled_cafe.ARMS[f"distill by {name}"][1] for name in ("position", "sequence")),
