@@ -120,7 +120,7 @@ $(LLAMA)/.installed: tests/real_llama/setup.sh
 	tests/real_llama/setup.sh $(LLAMA) $(PYTHON)
 	touch $@
 
-# Other harnesses on the files written for them or a server, each in an environment of its own in one folder (6.1 GB);
+# Other harnesses on the files written for them or a server, each in an environment of its own in one folder (6.6 GB);
 # LIGHTRLHF_HARNESSES names another folder.
 HARNESSES := .venv-harnesses
 ifdef LIGHTRLHF_HARNESSES

@@ -15,9 +15,11 @@ from __future__ import annotations
 import base64
 import json
 import os
+import queue
 import socket
 import ssl
 import struct
+import threading
 from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
@@ -27,6 +29,7 @@ from lightrlhf.envs.tool_env import WrongCall, arguments_of, as_content, error_t
 from lightrlhf.generation.episode_env import Answer, Json, Message
 
 WRONG_ACTION = "VALIDATION_ERROR"  # the code of the server's refusals of an action
+REMEDIES = {"CAPACITY_REACHED": "; lower --env_workers, or raise the server's max_concurrent_envs"}
 LONGEST_FRAME = 2**26  # bytes
 
 
@@ -40,14 +43,15 @@ class OpenEnv:
     def __init__(self, url: str) -> None:
         self.url = url
         try:
+            schema = action_schema(url)
             self.socket = WebSocket(url)
-            fields = action_fields(url)
         except (OSError, ValueError) as problem:
             raise UsageError(f"--env {url}: {problem}") from None
+        fields = schema["properties"]
         is_text = len(fields) == 1 and next(iter(fields.values())).get("type") == "string"
         self.field = next(iter(fields)) if is_text else None
         self.has_reward = False
-        self.tools: list[Json] | None = None if is_text else [tool_of(fields)]
+        self.tools: list[Json] | None = None if is_text else [tool_of(schema)]
 
     def reset(self, seed: int, row: dict[str, Any]) -> list[Message]:
         self.has_reward = False
@@ -100,36 +104,38 @@ class OpenEnv:
 
     def _ask(self, kind: str, data: Json) -> tuple[Json, str]:
         """What the server answers, or why it refuses the action. Raises: OSError or ValueError for any other error."""
-        self.socket.send(json.dumps({"type": kind, "data": data}))
+        with suppress(OSError):  # a server that has left may have told why
+            self.socket.send(json.dumps({"type": kind, "data": data}))
         answer = json.loads(self.socket.receive())
         if answer["type"] != "error":
             return answer["data"], ""
         told = answer["data"]
         if kind == "step" and told.get("code") == WRONG_ACTION:
-            return {}, f"{told.get('message')}: {json.dumps(told.get('errors'), default=str)[:300]}"
-        raise ValueError(f"the server says: {told.get('code')} {told.get('message')}")
+            places = [(".".join(map(str, one.get("loc", ()))), one.get("msg")) for one in told.get("errors") or []]
+            return {}, f"{told.get('message')}: {', '.join(f'{place} {text}' for place, text in places)[:300]}"
+        raise ValueError(f"the server says: {told.get('code')} {told.get('message')}{REMEDIES.get(told['code'], '')}")
 
 
-def action_fields(url: str) -> Json:
-    """The fields of an action, as the server's schema tells. Raises: OSError or ValueError."""
+def action_schema(url: str) -> Json:
+    """The schema of an action without its metadata, as the server tells it. Raises: OSError or ValueError."""
     import httpx2
 
     parts = urlsplit(url)
     place = f"{'https' if parts.scheme == 'wss' else 'http'}://{parts.netloc}/schema"
     try:
-        schema = httpx2.get(place, timeout=30.0).raise_for_status().json()
+        schema = httpx2.get(place, timeout=30.0).raise_for_status().json()["action"]
     except httpx2.HTTPError as problem:
         raise ConnectionError(f"{place}: {problem}") from None
-    fields = {name: field for name, field in schema["action"].get("properties", {}).items() if name != "metadata"}
+    fields = {name: field for name, field in schema.get("properties", {}).items() if name != "metadata"}
     if not fields:
         raise ValueError("its actions have no fields")
-    return fields
+    return {**schema, "properties": fields}
 
 
-def tool_of(fields: Json) -> Json:
+def tool_of(schema: Json) -> Json:
     """The tool by which a policy acts."""
-    required = [name for name, field in fields.items() if "default" not in field]
-    parameters = {"type": "object", "properties": fields, "required": required}
+    parameters = {"type": "object", "properties": schema["properties"], "required": schema.get("required", [])}
+    parameters |= {name: schema[name] for name in ["$defs"] if name in schema}
     function = {"name": "act", "description": "Act in the environment.", "parameters": parameters}
     return {"type": "function", "function": function}
 
@@ -142,7 +148,10 @@ def shown(observation: Json) -> str:
 
 
 class WebSocket:
-    """A connection of RFC 6455 for texts. Raises: OSError when it is lost."""
+    """A connection of RFC 6455 for texts. Raises: OSError when it is lost.
+
+    A thread reads it, so that pings are answered while no call waits: servers leave clients that do not.
+    """
 
     def __init__(self, url: str) -> None:
         parts = urlsplit(url)
@@ -166,11 +175,36 @@ class WebSocket:
         if b" 101 " not in status:
             raise ConnectionError(f"it is not a WebSocket: {status.decode('latin-1').strip() or 'no answer'}")
         self.socket.settimeout(None)  # the pool limits each call
+        self.lock = threading.Lock()  # of what writes a frame
+        self.texts: queue.SimpleQueue[str | Exception] = queue.SimpleQueue()
+        threading.Thread(target=self._listen, daemon=True).start()
 
     def send(self, text: str) -> None:
         self._write(text.encode(), opcode=1)
 
     def receive(self) -> str:
+        """The next text. Raises: OSError or ValueError."""
+        text = self.texts.get()
+        if isinstance(text, Exception):
+            self.texts.put(text)  # for the next call, too
+            raise text
+        return text
+
+    def close(self) -> None:
+        with suppress(OSError):
+            self._write(b"", opcode=8)
+            self.socket.shutdown(socket.SHUT_RDWR)
+
+    def _listen(self) -> None:
+        """Queue each text, and at last why there are no more."""
+        with self.socket, self.file:
+            try:
+                while True:
+                    self.texts.put(self._next())
+            except (OSError, ValueError) as problem:
+                self.texts.put(problem)
+
+    def _next(self) -> str:
         """The next text; answers pings."""
         text = b""
         while True:
@@ -190,12 +224,6 @@ class WebSocket:
                 if first & 128:
                     return text.decode()
 
-    def close(self) -> None:
-        with suppress(OSError):
-            self._write(b"", opcode=8)
-        self.file.close()
-        self.socket.close()
-
     def _read(self, size: int) -> bytes:
         data = self.file.read(size)
         if len(data) < size:
@@ -208,4 +236,5 @@ class WebSocket:
         head = bytes([128 | opcode, 128 | (size if size < 126 else 126 if size < 2**16 else 127)])
         head += b"" if size < 126 else struct.pack(">H" if size < 2**16 else ">Q", size)
         masked = bytes(byte ^ mask[i % 4] for i, byte in enumerate(data))
-        self.socket.sendall(head + mask + masked)
+        with self.lock:
+            self.socket.sendall(head + mask + masked)

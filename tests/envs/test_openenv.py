@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import pytest
 from helpers.errors import error_naming
-from helpers.openenv_server import FIELDS, TEXT, Server
+from helpers.openenv_server import DEFINITIONS, FIELDS, PONGS, TEXT, Server
 
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.envs.openenv import OpenEnv
@@ -38,7 +38,7 @@ def test_a_text_is_the_action_where_that_has_one_field():
         wrong = env.step({"content": "3"})
         assert (wrong.messages[0]["content"], wrong.reward, wrong.done) == ("wrong", 0.0, False)
         refused = env.step({"content": "three"})
-        assert refused.messages[0]["content"].startswith("error: Invalid message")
+        assert refused.messages[0]["content"] == "error: Invalid message: text is no number"
         assert refused.counts == {"calls": 1, "failed_calls": 1, "wrong_arguments": 1} and not refused.done
         right = env.step({"content": "4"})
         assert (right.reward, right.done, env.finish("done")) == (1.0, True, 0.0)
@@ -49,6 +49,7 @@ def test_fields_are_a_tool_and_rewards_of_a_turn_add_up():
     with served(FIELDS) as env:
         function = env.tools[0]["function"]
         assert function["name"] == "act" and function["parameters"]["required"] == ["number"]
+        assert function["parameters"]["properties"] == FIELDS and function["parameters"]["$defs"] == DEFINITIONS
         env.reset(4, {})
         answer = env.step(act({"number": 3, "loud": True}, {"number": "x"}, {"number": 4}, {"number": 5}))
         texts = [message["content"] for message in answer.messages]
@@ -60,12 +61,29 @@ def test_fields_are_a_tool_and_rewards_of_a_turn_add_up():
         assert env.step(other).counts == {"calls": 1, "failed_calls": 1, "unknown_tools": 1}
 
 
-@pytest.mark.parametrize("text", ["crash", "leave"])
-def test_other_errors_are_faults(text):
+@pytest.mark.parametrize(
+    ("text", "kind", "told"),
+    [
+        ("crash", ValueError, "no luck"),
+        ("leave", ConnectionError, "closed"),
+        ("full", ValueError, "lower --env_workers"),
+    ],
+)
+def test_other_errors_are_faults(text, kind, told):
+    """Those of a lost connection in all later calls, too, whether or not they can be sent."""
     with served(TEXT) as env:
         env.reset(1, {})
-        with pytest.raises((ValueError, OSError)):
+        with error_naming(kind, told):
             env.step({"content": text})
+        for _ in range(2 * (text != "crash")):
+            with error_naming(ConnectionError, "closed"):
+                env.step({"content": text})
+
+
+def test_pings_are_answered_while_no_call_waits():
+    with served(TEXT) as env:
+        env.reset(1, {})
+        assert env.step({"content": "pause"}).messages[0]["content"] == "yes" and PONGS.get(timeout=9) == b"late"
 
 
 def test_a_server_that_cannot_be_had_is_named():

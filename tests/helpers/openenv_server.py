@@ -3,11 +3,15 @@
 import base64
 import hashlib
 import json
+import queue
 import socketserver
 import struct
 
 TEXT = {"text": {"type": "string"}, "metadata": {"type": "object"}}
 FIELDS = {"number": {"type": "integer"}, "loud": {"type": "boolean", "default": False}}
+FIELDS |= {"notes": {"type": "array"}, "place": {"$ref": "#/$defs/Place"}}  # pydantic tells no default of a list
+DEFINITIONS = {"Place": {"type": "object"}}
+PONGS: queue.SimpleQueue[bytes] = queue.SimpleQueue()  # to pings that came after an answer
 
 
 class Handler(socketserver.StreamRequestHandler):
@@ -19,7 +23,9 @@ class Handler(socketserver.StreamRequestHandler):
             name, _, value = line.decode().partition(": ")
             headers[name.lower()] = value
         if request == "/schema":
-            body = json.dumps({"action": {"properties": self.server.fields}}).encode()
+            required = [name for name in self.server.fields if name in ("text", "number")]
+            action = {"properties": self.server.fields, "required": required, "$defs": DEFINITIONS}
+            body = json.dumps({"action": action}).encode()
             head = f"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
             self.wfile.write(head.encode() + body)
         elif request == "/ws":
@@ -40,10 +46,15 @@ class Handler(socketserver.StreamRequestHandler):
         guess = data.get("text", data.get("number"))
         if guess == "crash":
             return self.send({"type": "error", "data": {"message": "no luck", "code": "EXECUTION_ERROR"}})
-        if guess == "leave":
+        if guess == "full":
+            self.send({"type": "error", "data": {"message": "Server at capacity", "code": "CAPACITY_REACHED"}})
+        if guess in ("leave", "full"):
             return self.write(b"\x03\xe8", 8)
+        if guess == "pause":
+            self.say("yes", 0.0)
+            return self.write(b"late", 9)
         if not str(guess).isdigit():
-            errors = [{"msg": "a number"}]
+            errors = [{"loc": ["text"], "msg": "is no number", "url": "https://a.b"}]
             data = {"message": "Invalid message", "code": "VALIDATION_ERROR", "errors": errors}
             return self.send({"type": "error", "data": data})
         right = int(guess) == self.number
@@ -78,6 +89,8 @@ class Handler(socketserver.StreamRequestHandler):
             if head[0] & 15 == 1:
                 return None if self.unanswered else json.loads(data)
             self.unanswered -= (head[0] & 15, data) == (10, b"hi")
+            if head[0] & 15 == 10 and data != b"hi":
+                PONGS.put(data)
         return None
 
 

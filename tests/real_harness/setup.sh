@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Virtual environments with other harnesses, of evaluation and of agents, one each, 5.5 GB: tests/real_harness/setup.sh FOLDER [PYTHON]
+# Virtual environments with other harnesses, of evaluation and of agents, one each, 6.6 GB: tests/real_harness/setup.sh FOLDER [PYTHON]
 set -euo pipefail
 folder=$1 python=${2:-python3}
 environment() { # NAME REQUIREMENT...
@@ -13,6 +13,7 @@ environment inspect $torch inspect-ai==0.3.285 transformers==5.23.0 accelerate==
 environment alpaca_eval alpaca_eval==0.6.6 datasets==5.2.0 numpy==2.4.6 pandas==3.1.1 openai==3.54.0
 environment smolagents "smolagents[openai]==1.26.0"
 environment mcp mcp==2.3.0
+environment openenv openenv-core==0.3.0
 environment verifiers verifiers==0.4.0 uv==0.13.9
 environment games textarena==0.7.4 skyrl-gym==0.4.0
 # RewardBench and FastChat, whose modules of judging import the clients of two services; neither is called.
