@@ -1,5 +1,6 @@
 """Episodes: ids as the policy read and sampled them, masks of what it sampled, and how an episode ends."""
 
+import os
 import random
 from typing import Any
 
@@ -21,6 +22,7 @@ from lightrlhf.generation.engine import Completions
 from lightrlhf.generation.episode_env import Answer, Fault
 from lightrlhf.generation.episodes import Episode, Limits, check_template, play, shortened
 
+EPISODES = int(os.environ.get("LIGHTRLHF_EXAMPLES", 20))  # of a template
 NO_LIMITS = Limits(turns=4, tokens=10_000, positions=10_000, turn=500, observation=500)
 WORDS = [
     "",
@@ -118,8 +120,8 @@ def check_random_episodes(tokenizer, tools: bool, rng: random.Random) -> None:
     schemas = TOOLS if tools else None
     writer = Writer(tokenizer, schemas, rng)
     pool = LocalPool(lambda: Answers(schemas, rng), size=5, order=1)
-    episodes = [new_episode(tokenizer) for _ in range(20)]
-    for half, lockstep in ((episodes[:10], True), (episodes[10:], False)):
+    episodes = [new_episode(tokenizer) for _ in range(EPISODES)]
+    for half, lockstep in ((episodes[: EPISODES // 2], True), (episodes[EPISODES // 2 :], False)):
         play(half, pool, writer, tokenizer, NO_LIMITS, lockstep)
     assert any(one.num_turns > 1 for one in episodes) and not pool.envs
     for one in episodes:
@@ -188,6 +190,21 @@ def test_each_limit_ends_an_episode_by_its_name_and_its_outcome_is_asked_for():
     assert (one.stop_reason, one.num_turns) == ("context", 1)  # of a prompt that does not fit the engine tells
 
 
+@pytest.mark.parametrize("reason", ["truncated", "done", "turns"])
+@pytest.mark.parametrize("has_outcome", [False, True])
+def test_what_would_be_read_next_is_kept_of_a_cut_without_an_outcome(reason, has_outcome):
+    class Ending(Told):
+        def step(self, reply):
+            return Answer([said("user", "More?")], done=reason != "turns", stop_reason=reason)
+
+    Ending.has_outcome = has_outcome
+    (one,) = played(Ending, says("hi"), NO_LIMITS._replace(turns=1))
+    assert (one.stop_reason, one.facts()["cut"]) == (reason, reason != "done")
+    assert bool(one.next_prompt) == (reason != "done" and not has_outcome)
+    (short,) = played(Ending, says("hi"), NO_LIMITS._replace(turns=1, positions=len(one.next_prompt)))
+    assert not short.next_prompt  # for which the model has no position
+
+
 def test_a_turn_that_its_length_cut_is_closed_by_context():
     (one,) = played(lambda: Told(2), says("hello", cut=True))
     ((ids, mask, _),) = rows_of(one)
@@ -233,13 +250,16 @@ def test_a_call_that_takes_the_environment_down_keeps_the_rewards_so_far():
     assert (one.stop_reason, one.score) == ("env_crashed", None)
 
 
-def test_an_answer_without_a_word_is_a_fault():
-    class Silent(Told):
+@pytest.mark.parametrize(
+    ("answer", "text"), [(Answer(), "neither"), (Answer([{"role": "critic", "content": "Well."}]), "critic")]
+)
+def test_an_answer_without_a_word_or_that_the_template_refuses_is_a_fault(answer, text):
+    class Wrong(Told):
         def step(self, reply):
-            return Answer()
+            return answer
 
-    for one in played(Silent, says("hi"), count=3, size=1):  # of which each frees the only environment
-        assert one.stop_reason == "fault" and "neither" in one.fault.text
+    for one in played(Wrong, says("hi"), count=3, size=1):  # of which each frees the only environment
+        assert (one.stop_reason, one.score) == ("fault", None) and text in one.fault.text
 
 
 def test_a_pool_that_does_nothing_ends_the_run():

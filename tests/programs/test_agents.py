@@ -109,8 +109,12 @@ def test_tools_alone_are_scored_by_reward_functions(tools, name, tmp_path):
     assert "reward/env" not in row and name in read_jsonl(folder / "rollouts.jsonl")[0]["prompt"]
 
 
-def test_members_of_a_group_have_one_seed_of_the_environment_and_noise_of_their_own(pools, tmp_path):
+def test_members_of_a_group_have_one_seed_of_the_environment_and_noise_of_their_own(pools, tmp_path, monkeypatch):
+    drawn, noise = episode_sampler.turn_noise, []
+    monkeypatch.setattr(episode_sampler, "turn_noise", lambda *given: noise.append(drawn(*given)) or noise[-1])
     rollout = rollout_of(KEEPS, tmp_path)
+    num_turns = sum(row["episode"]["turns"] for row in rollout.columns)
+    assert len(torch.cat(noise).unique(dim=0)) == num_turns > 6  # each has its own
     seeds = [values[0] for _, name, values in pools[0].log if name == "reset"][:6]
     assert len({*seeds[:3]}) == len({*seeds[3:]}) == 1 and seeds[0] != seeds[3]
     texts = [text for _, text in rollout.texts]
