@@ -43,9 +43,9 @@ def model_card(
 ) -> str:
     """A Hugging Face model card in Markdown.
 
-    args: flags by name, those that are None left out; results: values by name, or the lines of a table; given: objects
-    that `train` was called with, by name; header: fields of the card's YAML that are others than the flags say; use:
-    how to use it, where that is not by transformers.
+    args: flags by name, those without a value left out; results: values by name, or the lines of a table; given:
+    objects that `train` was called with, by name; header: fields of the card's YAML that are others than the flags
+    say; use: how to use it, where that is not by transformers.
     """
     from huggingface_hub import ModelCardData
 
@@ -80,7 +80,7 @@ def model_card(
     if given:
         lines += ["| given from Python | |", "|---|---|", *(f"| {name} | {kind} |" for name, kind in given.items()), ""]
     lines += ["## Flags", "", f"With {made}.", "", "| argument | value |", "|---|---|"]
-    lines += [f"| {name} | {shorten_paths(value)} |" for name, value in args.items() if value is not None]
+    lines += [f"| {name} | {shorten_paths(value)} |" for name, value in args.items() if value not in (None, [])]
     return "\n".join(lines) + "\n"
 
 

@@ -14,15 +14,19 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lightrlhf import __version__
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.models.saving import hash_weights
 
-VERSIONED = ("lightrlhf", "torch", "lightning", "transformers", "peft", "tokenizers", "jsonargparse")
+VERSIONED = ("torch", "lightning", "transformers", "peft", "tokenizers", "jsonargparse")
 
 
 def versions() -> dict[str, str]:
     """Versions of Python and of the packages that results depend on."""
-    found = {"python": platform.python_version()}
+    found = {
+        "python": platform.python_version(),
+        "lightrlhf": __version__,
+    }  # not the one that was installed before a pull
     for package in VERSIONED:
         try:
             found[package] = version(package)

@@ -8,7 +8,7 @@ import pytest
 from helpers import CPU, last_checkpoint
 from huggingface_hub import ModelCard
 
-from lightrlhf import export, rm, sft
+from lightrlhf import __version__, export, rm, sft
 from lightrlhf.training.model_card import lineage, model_card
 
 FEW = ["--max_steps", "1", "--mini_batch_size", "4", "--micro_batch_size", "4"]
@@ -56,6 +56,14 @@ def test_no_card_has_a_path_of_this_machine(sft_dir, rm_dir, adapted, tmp_path):
     for folder in (sft_dir, rm_dir, *adapted, exported):
         text = Path(folder, "README.md").read_text()
         assert not re.search(r"[`| ]/\w", text), folder
+
+
+def test_flags_without_a_value_are_left_out_and_the_version_is_the_code_s(monkeypatch):
+    monkeypatch.setattr("lightrlhf.training.provenance.version", lambda package: "0.0.1")  # installed before a pull
+    text = model_card("run", "grpo", "Trained.", {"tools": [], "env": None, "max_turns": 0, "lockstep": False})
+    assert "| tools |" not in text and "| env |" not in text
+    assert "| max_turns | 0 |" in text and "| lockstep | False |" in text
+    assert f"lightrlhf {__version__}," in text and "torch 0.0.1," in text
 
 
 def test_lineage_names_the_pretrained_model_and_each_run(base_model, sft_dir, adapted):
