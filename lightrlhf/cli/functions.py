@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import inspect
 import sys
@@ -56,6 +57,7 @@ def import_member(path: str) -> Any:
     imported = importlib.import_module(module)
     if not hasattr(imported, name):
         own = [key for key, one in vars(imported).items() if getattr(one, "__module__", None) == module]
+        own = [*dict.fromkeys([*difflib.get_close_matches(name, own), *own])]
         raise AttributeError(f"{module} has no {name or 'empty name'}; it has {list_names(own) or 'nothing'}")
     return getattr(imported, name)
 

@@ -10,7 +10,7 @@ from helpers import ROOT, environment
 from helpers.errors import error_naming
 
 from lightrlhf.cli.errors import UsageError
-from lightrlhf.cli.functions import check_found
+from lightrlhf.cli.functions import check_found, load_function
 from lightrlhf.cli.packages import EXTRAS
 
 PPO = ["--data_dir", ".", "--model_name", "tiny", "--rm_experiment_dir", "."]
@@ -110,3 +110,8 @@ def test_a_package_that_fails_is_one_line_where_a_module_in_it_is_looked_for(con
     monkeypatch.syspath_prepend(str(tmp_path))
     with error_naming(UsageError, f"--env {name}.inner:Class cannot be imported: "):
         check_found(f"{name}.inner:Class", f"--env {name}.inner:Class")
+
+
+def test_the_members_nearest_to_a_wrong_name_are_told_first():
+    with error_naming(UsageError, "it has exact_answer,"):
+        load_function("lightrlhf.rewards.verifiers:exact_anser", "--reward_function")
