@@ -16,10 +16,11 @@ from lightrlhf.envs.env_workers import EnvPool
 from lightrlhf.envs.ways import EnvSpec
 from lightrlhf.generation.episode_env import Fault
 from lightrlhf.generation.server_client import Busy, InvalidResponse
-from lightrlhf.generation.session_client import Trace
+from lightrlhf.generation.session_client import SessionRow, SessionTurn, Trace
 from lightrlhf.generation.vllm import Target
 
-TRACE = Trace([], [], {}, [], failed_requests=0, is_answered=True)
+ROW, TURN = SessionRow([8], [1], [-0.5], "first"), SessionTurn(0, 0, 1, "v1", "stop", {}, {})
+TRACE = Trace([ROW], [TURN], {}, [], failed_requests=0, is_answered=True)
 TARGET = Target(Path(), "v1", False)
 
 
@@ -66,6 +67,8 @@ def in_a_thread(work):
         (TRACE._replace(is_answered=False), "env_timeout", "env_timeout"),
         (TRACE._replace(failed_requests=2), "done", "failed 2"),
         (InvalidResponse("no trace"), "done", "no trace"),
+        (TRACE._replace(turns=[TURN, TURN._replace(version="v0")]), "done", "version v0, not v1"),
+        (TRACE._replace(rows=[ROW._replace(ids=[9])]), "done", "token 9, the model has 9"),
     ],
 )
 def test_what_a_server_failed_or_was_late_with_is_no_episode(monkeypatch, told, stop_reason, problem):

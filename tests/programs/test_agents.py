@@ -181,7 +181,7 @@ def test_observations_have_their_cross_entropy_beside_the_loss(pools, tmp_path):
 def test_a_turn_is_credited_with_what_follows_it(name, pools, tmp_path):
     """Members that have ended have a return of 0; std divides all turns by the deviation of the scores."""
     rollout = rollout_of(name, tmp_path)
-    scores = Rewards([EnvScorer()], ("env",), torch.ones(1, dtype=torch.float64))(rollout)
+    scores = env_twice(rollout)
     plain = grpo.estimate_advantages(agent_args(advantage="mean", credit="turn"), rollout, scores).advantages
     scaled = grpo.estimate_advantages(agent_args(credit="turn"), rollout, scores).advantages
     last = rollout.select(rollout.ends())
@@ -191,11 +191,12 @@ def test_a_turn_is_credited_with_what_follows_it(name, pools, tmp_path):
         for t, turn in enumerate(rollout.turn[row].tolist()):
             if rollout.action_mask[row, t]:
                 mates = [one for one, group in zip(facts, last.group.tolist()) if group == int(rollout.group[row])]
-                to_go = [one["score"] - sum(one["rewards"][:turn]) if turn < one["turns"] else 0 for one in mates]
+                going = [one for one in mates if turn < one["turns"]]
+                to_go = [5 * one["score"] - 2 * sum(one["rewards"][:turn]) for one in going]
                 own = rollout.columns[row]["episode"]
-                expected = own["score"] - sum(own["rewards"][:turn]) - sum(to_go) / 3
-                assert float(plain[row, t]) == pytest.approx(expected, abs=1e-5)
-                deviation = torch.tensor([one["score"] for one in mates]).std()
+                expected = 5 * own["score"] - 2 * sum(own["rewards"][:turn]) - sum(to_go) / 3
+                assert float(plain[row, t]) == pytest.approx(expected, abs=1e-4)
+                deviation = torch.tensor([5 * one["score"] for one in mates]).std()
                 assert float(scaled[row, t]) == pytest.approx(expected / float(deviation + 1e-6), abs=1e-4)
 
 
@@ -218,6 +219,12 @@ def test_episodes_that_are_given_no_reward_count_as_such(pools, tmp_path, monkey
 
 def only_env(rollout):
     return Rewards([EnvScorer()], ("env",), torch.ones(1, dtype=torch.float64))(rollout)
+
+
+def env_twice(rollout):
+    """Scores by two rewards: of the rewards of turns the last one counts, whose weight is 2."""
+    weights = torch.tensor([3.0, 2.0], dtype=torch.float64)
+    return Rewards([EnvScorer(), EnvScorer()], ("outcome", "env"), weights)(rollout)
 
 
 @pytest.mark.parametrize("name", [KEEPS, REWRITES])
@@ -254,7 +261,7 @@ def test_without_a_baseline_an_action_gets_what_is_to_come_in_its_episode(name, 
     rollout = rollout_of(name, tmp_path)
     rollout.ref_logprobs = rollout.logprobs - 0.3 * rollout.action_mask  # a KL of .3 at each token
     args = agent_args(advantage="none", credit=credit, init_kl_coeff=0.5)
-    found = grpo.estimate_advantages(args, rollout, only_env(rollout)).advantages
+    found = grpo.estimate_advantages(args, rollout, env_twice(rollout)).advantages
     for last in rollout.last_rows().unique().tolist():
         facts, to_go = rollout.columns[last]["episode"], 0.0
         rows = (rollout.last_rows() == last).nonzero()[:, 0].tolist()
@@ -263,10 +270,10 @@ def test_without_a_baseline_an_action_gets_what_is_to_come_in_its_episode(name, 
             for t in reversed(rollout.action_mask[row].nonzero()[:, 0].tolist()):
                 turn = int(rollout.turn[row, t])
                 if turn != after:
-                    outcome = facts["score"] - sum(facts["rewards"][:-1]) if credit == "turn" else facts["score"]
-                    to_go += outcome if after is None else facts["rewards"][turn] * (credit == "turn")
+                    outcome = 5 * facts["score"] - 2 * sum(facts["rewards"][:-1]) * (credit == "turn")
+                    to_go += outcome if after is None else 2 * facts["rewards"][turn] * (credit == "turn")
                 to_go, after = to_go - 0.15, turn
-                assert float(found[row, t]) == pytest.approx(to_go, abs=1e-4)
+                assert float(found[row, t]) == pytest.approx(to_go, abs=1e-3)
 
 
 @pytest.mark.parametrize("name", [KEEPS, REWRITES])
