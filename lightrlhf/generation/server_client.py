@@ -200,6 +200,7 @@ class ServerClient:
             raise UnusableServer(f"{self.name} refused the key (status {status}); set {KEY}")
         elsewhere = one_line(response.headers.get("location", ""))
         said = f", a redirection to {elsewhere}" if elsewhere else f": {reason}"
+        said += "; does the address end in /v1?" if status == 404 and not self.api and "completions" in route else ""
         error = NoRoute if status == 404 else UnusableServer
         raise error(f"{self.name} answered {route} with status {status}{said}")
 

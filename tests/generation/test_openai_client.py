@@ -4,6 +4,7 @@ import itertools
 import json
 import socket
 import time
+from types import SimpleNamespace
 
 import pytest
 from helpers.errors import error_naming
@@ -133,8 +134,11 @@ def test_refusing_every_request_or_the_model_or_the_key_ends_the_program(serve):
     everything = {str(n): [status(422, {"detail": "top_k?"})] for n in range(20)}
     with client(serve(everything)) as servers, error_naming(RunFailure, "status 422", "top_k?"):
         list(servers.replies(prompts(*map(str, range(20)))))
-    with client(serve({"a": [status(404)]})) as servers, error_naming(RunFailure, "status 404"):
-        list(servers.replies(prompts("a")))
+    lacking = serve({"a": [status(404)] * 2})
+    for url in (lacking.url, lacking.url.removesuffix("/v1")):
+        with client(SimpleNamespace(url=url)) as servers, error_naming(RunFailure, "status 404") as told:
+            list(servers.replies(prompts("a")))
+        assert ("/v1?" in str(told.value)) is (url != lacking.url)
     with client(serve({"a": [status(401)]})) as servers, error_naming(RunFailure, "OPENAI_API_KEY"):
         list(servers.replies(prompts("a")))
 
