@@ -30,7 +30,7 @@ EXTRAS = {
         "nbformat>=5.9",
         "ipykernel>=6.29",
         "openai>=2.0",
-        "transformers[serving]>=5.4",
+        "transformers[serving]>=5.17",
     ],
 }
 EXTRAS["all"] = sorted({package for packages in EXTRAS.values() for package in packages})  # what `make test` installs
@@ -58,7 +58,7 @@ setup(
         "torch>=2.6",
         "lightning>=2.5",
         "torchmetrics>=1.5",
-        "transformers>=5.4",
+        "transformers>=5.17",
         "datasets>=3.0",
         "huggingface_hub>=1.5",
         "jinja2>=3.1",  # of transformers, for chat templates
@@ -66,8 +66,8 @@ setup(
         "packaging>=23",
         "regex>=2025.10.22",  # of transformers; patterns with a limit of time
         "pyarrow>=15.0",
-        "tokenizers>=0.22.1",
-        "safetensors>=0.4.3",
+        "tokenizers>=0.23.1",
+        "safetensors>=0.8",
         "sentencepiece>=0.2.0",  # of transformers, for models whose tokenizer is a tokenizer.model
         "tensorboard>=2.15",  # also of torch.utils.tensorboard
         "jsonargparse[signatures]>=4.52",

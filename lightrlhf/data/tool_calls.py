@@ -16,7 +16,6 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lightrlhf.cli.errors import UsageError, first_line
@@ -163,8 +162,6 @@ def schema_of(tokenizer: PreTrainedTokenizerBase) -> Schema:
 def _schema_of(tokenizer: PreTrainedTokenizerBase, template: str, own: str) -> Schema | str:
     if not template:
         return "this model's tokenizer has no chat template; give one by --chat_template"
-    if find_spec("transformers.utils.chat_parsing") is None:
-        return "this transformers cannot parse responses; tool calls need 5.17 or later"
     known = _known(tokenizer)
     if isinstance(known, str):
         return known

@@ -1,9 +1,11 @@
 """Responses behind prompts that open or close thinking, and messages in the shape that a template takes."""
 
+from importlib.metadata import version
 from typing import Any
 
 import pytest
 from helpers.ends import tokenizer_of
+from packaging.version import Version
 
 from datasets_prep.common import complete
 from datasets_prep.turns import BadRow, Dialogue
@@ -196,7 +198,11 @@ def test_a_call_is_given_as_the_template_reads_it(written):
     assert trained(tokenizer, answer()) == ("", "2")
 
 
-@pytest.mark.parametrize("name", ["reasoning_content", "thinking"])
+# before transformers 5.21 a template that reads `thinking` gets none, and such rows are dropped and counted
+RENAMED = pytest.mark.skipif(Version(version("transformers")) < Version("5.21"), reason="transformers 5.21 renames it")
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", pytest.param("thinking", marks=RENAMED)])
 def test_reasoning_has_the_name_that_the_template_reads(name):
     tokenizer = turns("", "{{ '(' ~ m." + name + " ~ ')' + m.content }}")
     assert trained(tokenizer, answer(reasoning_content="one")) == ("", "(one)2")

@@ -274,13 +274,6 @@ def test_no_text_of_a_tool_becomes_a_control_token(name):
         assert [index for index in prompt(f"x{text}y") if index in marks] == plain, text
 
 
-def test_a_transformers_without_a_parser_is_refused_by_name(monkeypatch):
-    monkeypatch.setattr("lightrlhf.data.tool_calls.find_spec", lambda name: None)
-    tokenizer = copy.deepcopy(ZOO["qwen25"].tokenizer)
-    with pytest.raises(UsageError, match="transformers"):
-        schema_of(tokenizer)
-
-
 def test_white_space_without_end_is_read_in_time():
     tokenizer = tool_tokenizer("qwen25")
     parser = Parser(tokenizer, schema_of(tokenizer), "", TOOLS, call_id)
