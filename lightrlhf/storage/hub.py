@@ -5,6 +5,8 @@ Left out: downloads, which transformers and `hf download` do, and branches, tags
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -12,6 +14,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lightrlhf.cli.errors import RunFailure, first_line
+
+FOLDERS = re.compile(r"(?<!\S)/(?:[^\s/]+/)*(?=[^\s/]+/[^\s/])")  # of an absolute path in a command, but the last one
 
 
 @contextmanager
@@ -31,9 +35,9 @@ def uploading(repository: str, kind: Literal["model", "dataset"], kept: str) -> 
 
 
 def shorten_paths(value: Any) -> Any:
-    """A flag's value as a card shows it: of an absolute path its last two parts."""
+    """A flag's value as a card shows it: of an absolute path, also within a command, its last two parts."""
     if isinstance(value, list):
         return [shorten_paths(one) for one in value]
-    if isinstance(value, str) and Path(value).is_absolute():
+    if isinstance(value, str) and Path(value).is_absolute() and (" " not in value or os.path.exists(value)):
         return str(Path(*Path(value).parts[1:][-2:]))
-    return value
+    return FOLDERS.sub("", value) if isinstance(value, str) else value

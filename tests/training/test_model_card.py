@@ -66,6 +66,17 @@ def test_flags_without_a_value_are_left_out_and_the_version_is_the_code_s(monkey
     assert f"lightrlhf {__version__}," in text and "torch 0.0.1," in text
 
 
+def test_a_command_keeps_its_words_without_folders_of_this_machine(tmp_path):
+    (tmp_path / "my data").mkdir()
+    flags = {
+        "mcp": "/opt/bin/python /home/ada/tools/server.py --root /srv/x --ask /think",
+        "base_url": "http://a/b/c/d",
+    }
+    text = model_card("run", "grpo", "Trained.", {**flags, "data_dir": str(tmp_path / "my data")})
+    assert "| mcp | bin/python tools/server.py --root srv/x --ask /think |" in text
+    assert "| base_url | http://a/b/c/d |" in text and f"| data_dir | {tmp_path.name}/my data |" in text
+
+
 def test_lineage_names_the_pretrained_model_and_each_run(base_model, sft_dir, adapted):
     args = json.loads(Path(adapted[1], "args.json").read_text())
     assert [name for name, _ in lineage(args)] == [str(base_model), sft_dir]
