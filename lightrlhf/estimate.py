@@ -126,7 +126,9 @@ def config_of(args: EstimateArgs, flag: Literal["model_name", "teacher"] = "mode
 
     names.quiet_libraries()
     name = getattr(args, flag) or ""
-    if size := re.fullmatch(r"([\d.]+)([MB])", name):
+    if size := re.fullmatch(r"(\d+\.?\d*)([MB]?)", name.upper()):
+        if not size[2]:
+            raise UsageError(f"--{flag} {name} has no unit; give {name}B or {name}M for a size, ./{name} for a folder")
         return llama_of(float(size[1]) * UNITS[size[2]])
     source = names.base_name(names.resolve(name), f"--{flag}") or name
     try:

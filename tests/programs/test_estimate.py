@@ -238,6 +238,7 @@ def test_a_model_that_cannot_be_estimated_is_refused(capsys, tmp_path, tokenizer
         ([], "--model_name is required"),
         (["--model_name", "50M", "--load_in_4bit", "True"], "--load_in_4bit True"),
         (["--model_name", str(tmp_path)], "is a reward model"),
+        (["--model_name", "1.5"], "1.5B"),
         (["--model_name", "no-such/model"], "no-such/model"),
     ):
         assert line in refused(capsys, main, *flags)
