@@ -179,22 +179,27 @@ def test_observations_have_their_cross_entropy_beside_the_loss(pools, tmp_path):
 
 @pytest.mark.parametrize("name", [KEEPS, REWRITES])
 def test_a_turn_is_credited_with_what_follows_it(name, pools, tmp_path):
-    """Members that have ended have a return of 0; std divides all turns by the deviation of the scores."""
+    """Members that have ended have a return of 0; std divides all turns by the deviation of the scores.
+
+    A member without a score has no advantage and is in no baseline.
+    """
     rollout = rollout_of(name, tmp_path)
-    scores = env_twice(rollout)
+    scores, missing = env_twice(rollout), rollout.last_rows() == rollout.last_rows()[0]
+    scores.total[missing] = math.nan
     plain = grpo.estimate_advantages(agent_args(advantage="mean", credit="turn"), rollout, scores).advantages
     scaled = grpo.estimate_advantages(agent_args(credit="turn"), rollout, scores).advantages
-    last = rollout.select(rollout.ends())
+    assert not plain[missing].any() and not scaled[missing].any()
+    last = rollout.select(rollout.ends() & ~missing)
     facts = [columns["episode"] for columns in last.columns]
     assert len({(*group, one["turns"]) for group, one in zip(last.group[:, None].tolist(), facts)}) > 2
     for row in range(len(rollout)):
         for t, turn in enumerate(rollout.turn[row].tolist()):
-            if rollout.action_mask[row, t]:
+            if rollout.action_mask[row, t] and not missing[row]:
                 mates = [one for one, group in zip(facts, last.group.tolist()) if group == int(rollout.group[row])]
                 going = [one for one in mates if turn < one["turns"]]
                 to_go = [5 * one["score"] - 2 * sum(one["rewards"][:turn]) for one in going]
                 own = rollout.columns[row]["episode"]
-                expected = 5 * own["score"] - 2 * sum(own["rewards"][:turn]) - sum(to_go) / 3
+                expected = 5 * own["score"] - 2 * sum(own["rewards"][:turn]) - sum(to_go) / len(mates)
                 assert float(plain[row, t]) == pytest.approx(expected, abs=1e-4)
                 deviation = torch.tensor([5 * one["score"] for one in mates]).std()
                 assert float(scaled[row, t]) == pytest.approx(expected / float(deviation + 1e-6), abs=1e-4)
