@@ -97,7 +97,7 @@ def main(argv: list[str] | None = None) -> dict[str, bool]:
     """Run the arms that have no result yet; returns which claims hold."""
     args = parse(RealCalculatorArgs, argv)
     folder = Path(args.output_dir).resolve()
-    settings = {"model": args.model_name, "precision": args.precision, "arms": ARMS, "sft": SFT}
+    settings: Row = {"model": args.model_name, "precision": args.precision, "arms": ARMS, "sft": SFT}
     settings |= {"demonstrations": NUM_DEMONSTRATIONS, "smoke": args.smoke}
     with results("real_calculator", folder, settings) as writer:
         done = {(row["seed"], row["arm"]) for row in writer.rows}
