@@ -11,6 +11,7 @@ from transformers.utils import get_json_schema
 
 from examples.experiments import agent_tasks, agents, real_calculator
 from examples.experiments.small_models import phrase_tokenizer
+from lightrlhf.data.splits import IGNORE_INDEX
 from lightrlhf.data.tool_calls import parse
 from lightrlhf.envs.games import GuessNumber, calculator
 from lightrlhf.generation.conversations import Conversation
@@ -49,6 +50,7 @@ def test_scripted_episodes_are_read_as_episodes_are_played(make):
             length = next(i for i in range(len(plan.ids), len(ids)) if ids[i] == reader.eos_token_id) + 1
             said = ids[len(plan.ids) : length]
             assert targets[len(plan.ids) : length] == said
+            targets[len(plan.ids) : length] = [IGNORE_INDEX] * len(said)
             reply = parse(reader, said, plan.prompt, tools).as_message() if tools else None
             calls = reply.get("tool_calls") if reply else None
             if not calls:
@@ -57,6 +59,7 @@ def test_scripted_episodes_are_read_as_episodes_are_played(make):
             one.end(plan, {}, messages, tools, said, [0.0] * len(said), reply, "tool_calls", "")
             result = {"role": "tool", "content": calculator(**calls[0]["function"]["arguments"])}
             messages = [*messages, reply, result | {"tool_call_id": calls[0]["id"]}]
+        assert {*targets} == {IGNORE_INDEX}  # of the rest
         tried[has_tool] += 1
         answer = reader.decode(said, skip_special_tokens=True)
         right += agents.right([], [answer], [calculator(asked[:-1])])[0]
