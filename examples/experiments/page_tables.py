@@ -447,13 +447,23 @@ def seeds_of_groups() -> str:
     return markdown(("variance, a seed each over one seed", "advantages", "gradient"), table)
 
 
+LEARNERS: dict[str, tuple[str, Callable[[Row], float]]] = {  # experiment: what a table calls it, and what is read
+    "agents": ("", end),
+    "real_calculator": ("SmolLM2's sums: ", partial(end, last=4)),
+    "taxi_agents": ("taxi: ", lambda row: row["results"][-1]["success"]),
+}
+
+
 def agents() -> str:
-    """Share of right episodes at the end of each arm, of the seeds that all arms have, and exact bounds."""
-    rows = kept_rows("agents")
-    arms = list(dict.fromkeys(row["arm"] for row in rows))
-    seeds = common_seeds(rows, arms)
-    ends = {arm: [end(row) for row in rows if row["arm"] == arm and row["seed"] in seeds] for arm in arms}
-    table = [(arm, str(len(values)), short(over_seeds(values))) for arm, values in ends.items()]
+    """Share of right episodes at the end of each arm, of the seeds that all arms of its task have; exact bounds."""
+    table = []
+    for experiment, (name, value) in LEARNERS.items():
+        rows = kept_rows(experiment)
+        for arm in dict.fromkeys(row["arm"] for row in rows):
+            task = arm.partition(":")[0] if experiment == "agents" else ""
+            seeds = common_seeds(rows, {row["arm"] for row in rows if row["arm"].startswith(task)})
+            ends = [value(row) for row in rows if row["arm"] == arm and row["seed"] in seeds]
+            table.append((name + arm, str(len(ends)), short(over_seeds(ends))))
     table += [(f"guess: {name}", "", short(f"{value:.3f}")) for name, value in bounds().items()]
     return markdown(("", "n", "right"), table)
 
