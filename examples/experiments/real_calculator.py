@@ -1,7 +1,7 @@
 """A real model learns to use a calculator: the products of `examples.experiments.agents`, with the tool and without.
 
 SmolLM2-135M-Instruct (see `real_model`) is fine-tuned once on 256 scripted episodes, 16 steps. Both arms start from
-there: 12 steps of 32 episodes (4 groups of 8), one update each, on equal prompts by seed. The script and the reward are
+there: 8 steps of 32 episodes (4 groups of 8), one update each, on equal prompts by seed. The script and the reward are
 those of the small model, and so is the chat template but for SmolLM2's own marks of turns, since SmolLM2's template has
 no tools. The learning rate is the other real experiments'. Three seeds; few steps, for a processor has to be done.
 
@@ -62,7 +62,8 @@ TRAIN: dict[str, Any] = COMMON | {
 }
 SFT = TRAIN | {"epochs": 1, "mini_batch_size": 16, "micro_batch_size": 16, "save_interval": 100}
 GRPO = TRAIN | {
-    "max_steps": 12,
+    "max_steps": 8,
+    "lr_warmup_steps": 2,
     "num_generations": 8,
     "rollout_size": 4,
     "rollout_mini_batch_size": 32,
