@@ -7,13 +7,13 @@ Both tasks train a Llama of 0.1M parameters by `lightrlhf.grpo`, 64 episodes a s
             so a question that narrows the numbers down is worth nothing. Bounds: numbers at random, numbers at random
             among those that the answers allow, and halving.
     sums    Products of two numbers of three digits that have six. From SFT on scripted episodes that both arms share,
-            60 steps. With the tool the script calls the calculator in one of two episodes and repeats the result in one
-            of two of these; else it says some product. So one of four scripted episodes with the tool is right, and of
-            those without it none but by chance. Arms: with the tool, and the same prompts without it.
+            60 steps. With the tool the script calls the calculator in one of two episodes and says its result; else it
+            says some product. So one of two scripted episodes with the tool is right, and of those without it none but
+            by chance. Arms: with the tool, and the same prompts without it.
 
-The script of the sums was chosen by what SFT makes of it, on another seed: it copies the numbers of the prompt into the
-call, and can copy the result. An earlier one, with half of its calls of other numbers, copied nothing, and both arms
-stayed at 0.
+The script of the sums was chosen by whether SFT on it copies, after two that did not: with half of the calls of other
+numbers nothing was copied; with half of the results replaced the calls were right, but not the answers (seed 1 of RL
+was stopped there, at 0).
 
 Read: the share of right episodes in the last ten steps (640 episodes), each played on a task that was not trained on
 before. Settings were written down before any run that is kept; the number of steps by the cost of a step. Results are
@@ -264,7 +264,7 @@ def scripted(reader: Tokenizer, seed: int, count: int, form: Form = LINES) -> li
         said = f"{c * d}"
         if has_tool and rng.random() < 0.5:
             parts += [form.said.format(f"{CALL[0]}{a}*{b}{CALL[1]}"), form.result.format(a * b)]
-            said = f"{a * b}" if rng.random() < 0.5 else said
+            said = f"{a * b}"
         parts.append(form.said.format(said))
         pieces = [reader(part, add_special_tokens=False)["input_ids"] for part in parts]
         targets = [i if number % 2 else IGNORE_INDEX for number, piece in enumerate(pieces) for i in piece]
