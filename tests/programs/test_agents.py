@@ -60,6 +60,7 @@ def test_a_run_on_episodes_learns_and_tells_what_happened(name, pools, tmp_path)
     assert first["policy/grad_norm"] > 0 and first["episodes/turns"] >= 1 and first["episodes/stop_done_ratio"] == 1
     assert (first["episodes/rows"] > 1) == (name == REWRITES)
     assert first["objective/score"] == pytest.approx(first["reward/env"]) and first["episodes/no_reward_ratio"] == 0
+    assert first["objective/reward"] == pytest.approx(first["objective/score"], abs=1e-4)
     rows = read_jsonl(folder / "rollouts.jsonl")
     episode = rows[0]["columns"]["episode"]
     assert episode["stop_reason"] == "done" and len(episode["rewards"]) == episode["turns"]
@@ -287,6 +288,8 @@ def test_episodes_that_a_limit_cut_are_penalised_or_left_out_of_the_loss(name, p
     rollout.truncated = torch.zeros(len(rollout), dtype=torch.bool)  # few of these replies end by themselves
     scores = only_env(rollout)
     cut = torch.tensor([columns["episode"]["stop_reason"] == "turns" for columns in rollout.columns])
+    rollout.truncated = rollout.last_rows() == rollout.last_rows()[~cut][0]  # its last turn has no end
+    cut |= rollout.truncated
     assert cut.any() and not cut.all()
     plain, filtered = (
         grpo.estimate_advantages(agent_args(overlong_filter=filters), rollout, scores) for filters in (False, True)
