@@ -74,12 +74,23 @@ def one_of_each(returned: Any, count: int) -> list[Any]:
 
 
 def call_all(function: RewardFunction, responses: Sequence[Response]) -> Any:
-    """One call for all responses; by the names `prompts` and `completions` where the function has the second."""
+    """One call for all responses; by the names `prompts` and `completions` where the function has the second.
+
+    Raises: Failure for a parameter without a column of the data.
+    """
     names = {name for response in responses for name in response.columns} - {"prompts", "completions"}
     given = {name: [response.columns.get(name) for response in responses] for name in names}
-    own = {parameter.name for parameter in parameters_of(function) or []}
+    parameters = parameters_of(function) or []
+    own = {parameter.name for parameter in parameters}
     if "completion_ids" in own:
         given["completion_ids"] = [response.ids for response in responses]
+    needed = [
+        p.name for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+    ]
+    texts_of = {"prompts", "completions"} if "completions" in own else {*needed[:2]}
+    if lacking := [name for name in needed if name not in texts_of | given.keys()]:
+        columns = ", ".join(sorted(names)) or "none"
+        raise Failure("errors", f"it needs {' and '.join(lacking)}, no column of the data; their columns: {columns}")
     texts = [response.prompt for response in responses], [response.completion for response in responses]
     if "completions" in own:  # as TRL does; it may have no `prompts`, or another order
         return function(prompts=texts[0], completions=texts[1], **given)

@@ -221,6 +221,16 @@ def test_verls_function_returns_a_number_or_none(returned):
         FunctionScorer(verl, "m:f").score(samples("a", "b"))
 
 
+@pytest.mark.parametrize(
+    "function",
+    [lambda prompts, completions, answer, **columns: [1.0], lambda texts, replies, *, answer, **columns: [1.0]],
+)
+def test_a_parameter_that_is_no_column_is_named_with_the_columns(function):
+    with error_naming(RunFailure, "m:f", "answer", "solution, task"):
+        FunctionScorer(function, "m:f").score(samples("c", solution=["4"], task=["sum"]))
+    assert scores(function, "c", answer=["4"]) == [1.0]
+
+
 def test_a_process_refuses_a_text_of_one_digit():
     with error_naming(RunFailure, "helpers.rewards:digit", "str '1'"):
         limited("helpers.rewards:digit", 60.0).score(samples("a"))
