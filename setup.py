@@ -72,7 +72,7 @@ setup(
         "tensorboard>=2.15",  # also of torch.utils.tensorboard
         "jsonargparse[signatures]>=4.52",
         "shtab>=1.7",
-        "peft>=0.18",
+        "peft>=0.19.1",
         "accelerate>=1.2",
         "nltk>=3.8",
         "matplotlib>=3.8",
