@@ -1,7 +1,7 @@
 """Results of a sweep: means over seeds, a table, and a picture.
 
 A row of a run has its combination, seed, status (`finished` counts), the final and best value of the metric, and the
-seconds that it took. Left out: tests of which combination is better; intervals that overlap do not tell.
+seconds that it took. Left out: tests of which combination is better.
 """
 
 from __future__ import annotations
@@ -36,9 +36,12 @@ def summarise(sweep: Sweep, rows: Rows) -> list[Result]:
 
     `final`, `best` and `seconds` are means over the finished seeds, the first two with 95% intervals as
     `final_interval` and `best_interval`, None for one seed; `values` has the flags in which combinations differ.
+    `to_first` is the mean difference to the first combination's final value, paired by seed, since runs of one seed
+    share prompts and noise; it is missing where no seed finished both.
     """
     apart = differences([one.values for one in sweep.combinations])
-    results = []
+    results: list[Result] = []
+    finals: dict[str, dict[int, float]] = {}
     for number, one in enumerate(sweep.combinations):
         own = [row for row in rows if row["combination"] == one.name and row["status"] == "finished"]
         values = {name: found[number] for name, found in apart.items()}
@@ -48,9 +51,18 @@ def summarise(sweep: Sweep, rows: Rows) -> list[Result]:
             result |= {name: mean, f"{name}_interval": bounds if len(own) > 1 else None}
         if own:
             result["seconds"] = statistics.fmean(row["seconds"] for row in own)
+        finals[one.name] = {row["seed"]: row["final"] for row in own}
         results.append(result)
     sign = 1 if sweep.lower_is_better else -1
-    return sorted(results, key=lambda result: (not result["seeds"], sign * result.get("final", 0.0)))
+    results.sort(key=lambda result: (not result["seeds"], sign * result.get("final", 0.0)))
+    first = finals[results[0]["combination"]]
+    for result in results[1:]:
+        finished = finals[result["combination"]]
+        gaps = [finished[seed] - first[seed] for seed in first if seed in finished]
+        if gaps:
+            mean, *bounds = interval(gaps)
+            result |= {"to_first": mean, "to_first_interval": bounds if len(gaps) > 1 else None}
+    return results
 
 
 def show(sweep: Sweep, results: Sequence[Result]) -> None:
@@ -62,8 +74,9 @@ def show(sweep: Sweep, results: Sequence[Result]) -> None:
         seeds = str(count) if one["seeds"] == count else f"{one['seeds']} of {count}"
         seconds = f"{one['seconds']:.0f}" if one["seeds"] else ""
         values = [text_of(one["values"][flag]) for flag in flags] or [sweep.program]
-        table.append([*values, _cell(one, "final"), _cell(one, "best"), seeds, seconds])
-    titles = [*(flags or ["program"]), f"final {sweep.metric}", f"{best} {sweep.metric}", "seeds", "seconds"]
+        table.append([*values, _cell(one, "final"), _cell(one, "to_first"), _cell(one, "best"), seeds, seconds])
+    measured = [f"final {sweep.metric}", "minus the first, by seed", f"{best} {sweep.metric}"]
+    titles = [*(flags or ["program"]), *measured, "seeds", "seconds"]
     width = sum(3 + max(map(len, column)) for column in zip(titles, *table)) + 1
     print_table(f"lightrlhf.{sweep.program}: means over seeds [95% intervals]", titles, table, max(80, width))
     print(f"final: the last value of a run, which rows are sorted by; {best}: of all its values, which is optimistic")
@@ -75,7 +88,7 @@ def show(sweep: Sweep, results: Sequence[Result]) -> None:
 
 
 def _cell(result: Result, name: str) -> str:
-    if not result["seeds"]:
+    if name not in result:
         return ""
     bounds = result[f"{name}_interval"]
     return f"{result[name]:.4g}" + (f" [{bounds[0]:.4g}, {bounds[1]:.4g}]" if bounds else "")

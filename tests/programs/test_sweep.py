@@ -75,13 +75,23 @@ def test_every_combination_is_trained_with_every_seed_and_the_best_is_first(swep
     half = 12.706 * abs(finals[0] - finals[1]) / 2
     assert best["final_interval"] == pytest.approx([best["final"] - half, best["final"] + half])
     assert best["best"] == pytest.approx(best["final"] - 0.05)  # of the first step
+    gaps = [losses(0.002, seed)[1] - losses(0.001, seed)[1] for seed in (1, 2)]
+    half, middle = 12.706 * abs(gaps[0] - gaps[1]) / 2, sum(gaps) / 2
+    assert worst["to_first"] == pytest.approx(middle) and "to_first" not in best
+    assert worst["to_first_interval"] == pytest.approx([middle - half, middle + half])
     written = rows(tmp_path / "out")
     assert list(written) == NAMES
     assert all(
         row["status"] == "finished" and row["best_step"] == 1 and row["final_step"] == 2 for row in written.values()
     )
     shown = capsys.readouterr().out
-    for words in ("final val/loss", "lowest val/loss", "chosen by the values shown", "1.2 ["):
+    for words in (
+        "final val/loss",
+        "minus the first, by seed",
+        "lowest val/loss",
+        "chosen by the values shown",
+        "1.2 [",
+    ):
         assert words in shown
     assert (tmp_path / "out" / "sweep.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 
