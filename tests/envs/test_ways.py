@@ -151,3 +151,17 @@ def test_python_runs_in_the_sandbox():
     assert "SyntaxError" in python("def f(:") and python("x = 1") == "(it printed nothing)"
     assert "Error: [Errno" in python("open('/etc/passwd')")
     assert python("print('a' * 10**6)").startswith("error: it ended too early")
+
+
+def test_what_a_text_environment_cuts_is_truncated_unless_it_ended():
+    class Cut:
+        def reset(self, *, seed=None):
+            return "go", {}
+
+        def step(self, text):
+            return "more", 0.5, text == "end", True, {}
+
+    env = adapted(Cut(), "--env x:Cut")
+    env.reset(1, {})
+    answers = [env.step(say(text)) for text in ("on", "end")]
+    assert [(one.done, one.stop_reason) for one in answers] == [(True, "truncated"), (True, "done")]
