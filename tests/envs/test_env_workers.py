@@ -172,6 +172,19 @@ def test_a_stateless_turn_without_a_call_is_answered_where_its_process_ended():
     assert message["role"] == "user"
 
 
+def test_the_process_that_replaces_one_goes_on_with_its_episode_while_others_wait():
+    with pool_of(EnvSpec(tools=(f"{HOSTILE}:hostile", f"{HOSTILE}:echo"))) as pool:
+        pool.reset(0, 1, {})
+        pool.reset(1, 1, {})
+        assert [*pool.results()] == [(0, [])]
+        pool.step(0, say(call("hostile", deed="exit")))
+        assert only(pool).counts["tool_crashes"] == 1
+        pool.step(0, say(call("echo", text="still here")))
+        assert only(pool).messages[0]["content"] == "still here"
+        pool.finish(0, "turns")
+        assert [*pool.results()] == [(0, None), (1, [])]
+
+
 def play_rooms(size):
     """First messages and rewards of seven episodes, two to a seed, and how many began at a time."""
     told, rewards, waves = {}, {}, []
