@@ -1,13 +1,14 @@
 """A real model learns to use a calculator: the products of `examples.experiments.agents`, with the tool and without.
 
-SmolLM2-135M-Instruct (see `real_model`) is fine-tuned once on 256 scripted episodes, 16 steps. Both arms start from
-there: 8 steps of 32 episodes (4 groups of 8), one update each, on equal prompts by seed. The script and the reward are
-those of the small model, and so is the chat template but for SmolLM2's own marks of turns, since SmolLM2's template has
-no tools. The learning rate is the other real experiments'. Three seeds; few steps, for a processor has to be done.
+SmolLM2-135M-Instruct (see `real_model`) is fine-tuned once on 1,024 scripted episodes, 64 steps; after 16 it wrote no
+call (one trial, not kept). Both arms start from there: 8 steps of 32 episodes (4 groups of 8), one update each, on
+equal prompts by seed. The script and the reward are those of the small model, and so is the chat template but for
+SmolLM2's own marks of turns, since SmolLM2's template has no tools. The learning rate is the other real experiments'.
+Three seeds; few steps, for a processor has to be done.
 
 Read: the share of right episodes in the last four steps (128 episodes), each played on a task that was not trained on
-before. Claim: with the tool above without it, by the 95% interval of the paired difference over seeds. Settings were
-written down before any run. Finished arms are kept, and begun ones gone on with.
+before. Claim: with the tool above without it, by the 95% interval of the paired difference over seeds. It has not been
+run yet. Finished arms are kept, and begun ones gone on with.
 
     python -m examples.experiments.real_calculator
 """
@@ -40,7 +41,7 @@ from lightrlhf.storage.run_dir import read_metrics
 from lightrlhf.training.iterated_dir import find_started_run
 
 SEEDS, LAST = (1, 2, 3), 4  # steps that are read
-NUM_DEMONSTRATIONS = 256
+NUM_DEMONSTRATIONS = 1024
 TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
     + "{% if loop.first %}"
