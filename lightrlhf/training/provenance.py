@@ -7,6 +7,7 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -14,7 +15,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightrlhf import __version__
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.models.saving import hash_weights
 
@@ -23,10 +23,8 @@ VERSIONED = ("torch", "lightning", "transformers", "peft", "tokenizers", "jsonar
 
 def versions() -> dict[str, str]:
     """Versions of Python and of the packages that results depend on."""
-    found = {
-        "python": platform.python_version(),
-        "lightrlhf": __version__,
-    }  # not the one that was installed before a pull
+    own = sys.modules["lightrlhf"].__version__  # of the code, not of what was installed before a pull
+    found = {"python": platform.python_version(), "lightrlhf": own}
     for package in VERSIONED:
         try:
             found[package] = version(package)
