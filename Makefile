@@ -22,10 +22,9 @@ $(VENV)/.tested: $(VENV)/.installed
 	$(PIP) --editable .[all]
 	touch $@
 
-# Tests run in so many processes of one thread each; the tests of a file stay together, because they share fixtures, and
-# files keep the order that tests/conftest.py gives them.
+# Tests run in so many processes of one thread each; the tests of a file stay together, because they share fixtures.
 WORKERS ?= 2
-PYTEST = $(BIN)/python -m pytest -rs --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
+PYTEST = $(BIN)/python -m pytest -rs --numprocesses $(WORKERS) --dist loadfile
 
 .PHONY: install browser quickstart demo real wheel check test test-thorough test-avx2 test-oldest test-vllm test-llama \
 	test-harness test-trl gpu gpu-bundle test-gpu-image attacks test-nightly newcomer claims claims-smoke freeze lists lint site clean
@@ -59,11 +58,9 @@ check: export LIGHTRLHF_EXAMPLES := 20
 check: lint
 	$(PYTEST) -m "not slow and not thorough and not attack" tests
 
-# Before a change is offered: all tests but the attacks and the thorough ones, which .ci/run runs with them, so that no
-# processor waits for the longest of either.
-MARKS = not attack and not thorough
+# Before a change is offered: all tests but the attacks and the thorough ones, which .ci/run runs, too.
 test: $(VENV)/.tested
-	$(PYTEST) -m "$(MARKS)" tests
+	$(PYTEST) -m "not attack and not thorough" tests
 
 test-thorough: $(VENV)/.tested
 	$(PYTEST) -m "thorough and not attack" tests

@@ -40,8 +40,6 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.slow)
         if "case" in item.fixturenames:
             item.add_marker(pytest.mark.attack)
-    longest = {item.path for item in items if item.get_closest_marker("thorough")}
-    items.sort(key=lambda item: item.path not in longest)  # they begin first, so that all workers end together
 
 
 @pytest.fixture(autouse=True)
