@@ -92,7 +92,7 @@ def test_rows_that_fill_a_bucket_cost_no_block(captured):
 
 
 def test_a_graph_casts_the_weights_of_its_own_turn(captured):
-    """Under autocast the casts of a turn are gone in the next, those of a pass before the captured step, too."""
+    """Under autocast no cast outlives its turn, nor does one of a pass before the captured step."""
     model = tiny_model("gpt2")
     runner, plain = BucketedRunner(model), ModelRunner(model)
     piece = [Piece([7], 0, [0])]
