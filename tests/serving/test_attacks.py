@@ -16,9 +16,10 @@ from helpers.processes import PATIENCE
 
 from lightrlhf.cli.groups import ModelArgs
 from lightrlhf.generation.conversations import Conversation
+from lightrlhf.generation.tickets import Job
 from lightrlhf.models.loading import load_policy
 from lightrlhf.serving import app, handling, listening, requests
-from lightrlhf.serving.engine import Engine
+from lightrlhf.serving.engine import Engine, at_once
 
 KEY = "key of the tests"
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -215,16 +216,13 @@ def test_health_is_answered_all_along_while_a_prompt_of_4_mb_is_read(server, eng
 
 def test_a_full_queue_is_a_429_with_a_time(server, engine, monkeypatch):
     monkeypatch.setattr(handling, "MOST_WAITING", 3)
-    body = {**GOOD, "max_tokens": 240, "n": 4, "ignore_eos": True}
-    clients = []
-
-    def is_full() -> bool:
-        """Whether three wait; requests that have ended meanwhile are replaced."""
-        clients.append(server.open(body))
-        return engine.scheduler.num_waiting() >= 3
-
-    wait_until(is_full)
+    released = threading.Event()
+    holding = engine.scheduler.run(Job(at_once(lambda: released.wait(PATIENCE))))  # the thread that computes
+    wait_until(lambda: holding.has_begun)
+    clients = [server.open({**GOOD, "max_tokens": 240, "ignore_eos": True}) for _ in range(3)]
+    wait_until(lambda: len(engine.scheduler.line) == 3)
     refused = server.ask(GOOD)
+    released.set()
     assert refused.status_code == 429 and refused.json()["error"]["type"] == "RateLimitError"
     assert 1 <= int(refused.headers["Retry-After"]) <= 60
     for client in clients:
