@@ -12,13 +12,13 @@
 
 from lightrlhf.cpu.attention import use_batched_attention
 from lightrlhf.cpu.cache import Attention, RaggedLayer
-from lightrlhf.cpu.decoder import LEAST_STEPS, exclude, pack_decoder, packed_dtype
+from lightrlhf.cpu.decoder import LEAST_STEPS, KeptPacking, exclude, pack_decoder, packed_dtype
 from lightrlhf.cpu.heap import keep_freed_memory
 from lightrlhf.cpu.paged import PagedDecoder, Piece
 from lightrlhf.cpu.products import limit_caches, use_onednn
 
-__all__ = ["LEAST_STEPS", "Attention", "PagedDecoder", "Piece", "RaggedLayer", "enable", "exclude", "pack_decoder"]
-__all__ += ["limit_caches", "packed_dtype"]
+__all__ = ["LEAST_STEPS", "Attention", "KeptPacking", "PagedDecoder", "Piece", "RaggedLayer", "enable", "exclude"]
+__all__ += ["limit_caches", "pack_decoder", "packed_dtype"]
 
 
 def enable() -> None:

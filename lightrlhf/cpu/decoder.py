@@ -245,6 +245,21 @@ def pack_decoder(model: PreTrainedModel, steps: int, own: torch.dtype) -> Packed
     return PackedDecoder(model, dtype) if dtype and has_data else None
 
 
+class KeptPacking:
+    """`pack_decoder` that keeps its last copy, for calls between which no weight and no adapter changes."""
+
+    def __init__(self) -> None:
+        self.copies: dict[torch.dtype, PackedDecoder | None] = {}
+
+    def __call__(self, model: PreTrainedModel, steps: int, own: torch.dtype) -> PackedDecoder | None:
+        dtype = packed_dtype(model, steps, own)
+        if dtype is None:
+            return None
+        if dtype not in self.copies:
+            self.copies = {dtype: pack_decoder(model, steps, own)}
+        return self.copies[dtype]
+
+
 def exclude(model: PreTrainedModel) -> None:
     """Pack no model of this one's architecture from now on."""
     ARCHITECTURES.discard(type(model).__name__.removesuffix("ForCausalLM"))

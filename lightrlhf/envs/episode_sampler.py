@@ -19,11 +19,13 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lightrlhf import cpu
 from lightrlhf.cli.errors import NotFinite, UsageError
 from lightrlhf.cli.groups import EpisodeArgs, GroupAgentArgs
 from lightrlhf.data.batch import Rollout, SampledBatch, masked_batch, mix_seed, noise_by_row, number_rows
@@ -115,18 +117,19 @@ class EpisodeSampler(RolloutSampler):
         if self.sessions:
             self.sessions.play(episodes)
             return 0.0
-        removed = play(episodes, self.pool, self._sample, self.tokenizer, self.limits, self.run.args.lockstep)
+        sample = partial(self._sample, cpu.KeptPacking())
+        removed = play(episodes, self.pool, sample, self.tokenizer, self.limits, self.run.args.lockstep)
         if self.served:
             self.served.wait_for_others()  # whose episodes may be longer
         return removed
 
-    def _sample(self, episodes: Sequence[Episode], plans: Sequence[Plan]) -> Completions:
+    def _sample(self, pack: cpu.KeptPacking, episodes: Sequence[Episode], plans: Sequence[Plan]) -> Completions:
         """The next turn of each episode, of servers or here."""
         args = self.run.args
         request = Request([plan.ids for plan in plans], turn_noise(args, episodes))
         if self.served and (answered := self.served.sample_any(request)):
             return answered
-        return sample_turns(self.policy, self.tokenizer, args, episodes, plans)
+        return sample_turns(self.policy, self.tokenizer, args, pack, episodes, plans)
 
     def _rollout(self, episodes: Sequence[Episode], removed: float) -> Rollout:
         """The rows of episodes; `group` is the number of each one's episode here."""
@@ -225,13 +228,18 @@ def turn_noise(args: Any, episodes: Sequence[Episode]) -> Tensor:
 
 
 def sample_turns(
-    policy: Policy, tokenizer: Tokenizer, args: Any, episodes: Sequence[Episode], plans: Sequence[Plan]
+    policy: Policy,
+    tokenizer: Tokenizer,
+    args: Any,
+    pack: cpu.KeptPacking,
+    episodes: Sequence[Episode],
+    plans: Sequence[Plan],
 ) -> Completions:
-    """The next turn of each episode, behind the keys and values of its last prompt."""
+    """The next turn of each episode, behind the keys and values of its last prompt; pack: of the policy's weights."""
     ends, prefixes = end_ids(tokenizer, policy.model), [one.prefix for one in episodes]
     settings = ends, turn_noise(args, episodes), args.rollout_mini_batch_size, tokenizer, prefixes
     try:
-        sampled = generate(policy, [plan.ids for plan in plans], args, *settings)
+        sampled = generate(policy, [plan.ids for plan in plans], args, *settings, pack=pack)
     except NotFinite as problem:
         raise NotFinite(str(problem), rows=[episodes[i].prompt["row"] for i in problem.indices]) from None
     for one, prefix in zip(episodes, prefixes):

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
+from lightrlhf import cpu
 from lightrlhf.cli.fields import at_least, flag, random_seed
 from lightrlhf.cli.groups import DecodingArgs, EpisodeArgs, RewardArgs
 from lightrlhf.data.batch import mix_seed
@@ -69,7 +70,7 @@ class Player:
     ) -> None:
         """scored: whether each episode needs a score."""
         self.args, self.policy, self.tokenizer, self.pool, self.rewards = args, policy, tokenizer, pool, rewards
-        self.limits = limits_of(args, policy)
+        self.limits, self.pack = limits_of(args, policy), cpu.KeptPacking()
         check_template(tokenizer, pool.tools)
         if scored:
             check_scored(args, pool, rewards)
@@ -82,7 +83,7 @@ class Player:
             for row in rows
             for k in range(args.num_generations)
         ]
-        sample = partial(sample_turns, self.policy, tokenizer, args)
+        sample = partial(sample_turns, self.policy, tokenizer, args, self.pack)
         play(episodes, self.pool, sample, tokenizer, self.limits, args.lockstep)
         batch, _, contexts = episode_batch(episodes, tokenizer.pad_token_id)
         assert batch.episode is not None

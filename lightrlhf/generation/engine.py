@@ -56,13 +56,15 @@ def generate(
     prefixes: list[CachedPrefix | None] | None = None,
     allowed: Sequence[int] | None = None,
     before_step: Callable[[], None] | None = None,
+    pack: Callable[..., Any] = cpu.pack_decoder,
 ) -> Completions:
     """Sample one response for each prompt; a prompt that occurs K times is prefilled once.
 
     prompts: N id lists; uniforms: (N, max_new_tokens) in [0, 1), the only source of randomness; tokenizer: required for
     stop strings only; prefixes: per-prompt KV caches of the previous call, reused, then updated in place; allowed: the
     only tokens that may be sampled, log-probabilities are then over them; before_step: called before each step, may
-    raise to end the call. A row ends at the first token at which its decoded text contains a stop string.
+    raise to end the call; pack: makes or keeps the packed weights. A row ends at the first token at which its decoded
+    text contains a stop string.
     Raises: UsageError when a prompt has no tokens, or does not fit with its response into the model's positions.
     """
     if args.stop_strings and tokenizer is None:
@@ -73,7 +75,7 @@ def generate(
     check_room(model, torch.tensor([*map(len, prompts)]), args)
     with inference(policy), decoding(policy):
         check_architecture(policy)
-        slots = slots_type(model)(model, prompts, args, eos_ids, uniforms, num_slots, prefixes, allowed)
+        slots = slots_type(model)(model, prompts, args, eos_ids, uniforms, num_slots, prefixes, allowed, pack)
         decode_all(slots, tokenizer, before_step)
     return completions_of(slots, eos_ids, tokenizer)
 

@@ -62,7 +62,7 @@ class Engine:
         self.longest_token = max(map(len, tokenizer.get_vocab()))  # in characters
         self.version = "default"  # of the weights, a name that clients give
         self.scheduler = Scheduler(tokenizer, num_slots, cache_bytes, self._autocast)
-        self.packed: dict[tuple[Policy, torch.dtype], Any] = {}  # weights for requests with noise
+        self.packed: dict[Policy, cpu.KeptPacking] = {}  # of requests with noise
 
     def limits(self) -> Served:
         """The model's limits, which requests are checked against."""
@@ -154,18 +154,10 @@ class Engine:
     def _sample_exactly(self, request: Completion) -> Generator[None, None, tuple[Completions, str]]:
         """One call of `generate` by turns, and the version of the weights."""
         policy = self._policy(request.model)
-
-        def pack(model: Any, steps: int, own: torch.dtype) -> Any:
-            dtype = cpu.packed_dtype(model, steps, own)
-            if dtype is None:
-                return None
-            if (policy, dtype) not in self.packed:
-                self.packed.clear()  # one copy at a time
-                self.packed[policy, dtype] = cpu.pack_decoder(model, steps, own)
-            return self.packed[policy, dtype]
-
+        if policy not in self.packed:
+            self.packed = {policy: cpu.KeptPacking()}  # one copy at a time
         given = policy, request.rows, request.sampling, self._ends(request), request.noise, self.num_slots
-        more = self.tokenizer, request.body.allowed_token_ids, self._autocast, pack
+        more = self.tokenizer, request.body.allowed_token_ids, self._autocast, self.packed[policy]
         sampled = yield from generate_turns(*given, *more)
         return sampled, self.version
 

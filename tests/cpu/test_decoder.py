@@ -65,6 +65,15 @@ def logits_after(model, autocast: bool = False, prefixes: list | None = None) ->
     return logits, torch.cat([model(input_ids=ids, use_cache=False).logits[:, -1] for ids in texts])
 
 
+def test_a_kept_copy_is_of_one_dtype_and_made_for_calls_of_enough_steps():
+    model, pack = model_of("llama"), decoder.KeptPacking()
+    first = pack(model, STEPS, torch.float32)
+    assert first is not None and pack(model, STEPS, torch.float32) is first
+    assert pack(model, decoder.LEAST_STEPS - 1, torch.float32) is None
+    other = pack(model, STEPS, torch.bfloat16)
+    assert other.head.up.dtype is torch.bfloat16 and [*pack.copies.values()] == [other]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @torch.inference_mode()
 def test_logits_of_a_step_are_those_of_the_model(kind):

@@ -48,5 +48,5 @@ def model_of(name: str):
 
 def trained(name: str, tmp_path, model=None, on_step=None, prompts=PROMPTS, **changes):
     given = {"policy": model or model_of(name), "tokenizer": copy.deepcopy(ZOO[name].tokenizer), "prompts": prompts}
-    args = agent_args(log_dir=str(tmp_path), learning_rate=1e-2, **({"max_steps": 2} | changes))
+    args = agent_args(log_dir=str(tmp_path), **({"max_steps": 2, "learning_rate": 1e-2} | changes))
     return grpo.train(args, **given, on_step=on_step)

@@ -15,7 +15,9 @@ from helpers.mcp_server import COMMAND
 from helpers.templates import ZOO
 from helpers.updates import observation_losses
 
-from lightrlhf import UsageError, grpo
+from lightrlhf import UsageError, cpu, grpo
+from lightrlhf.cpu import decoder
+from lightrlhf.cpu.cache import has_fast_sums
 from lightrlhf.envs import episode_sampler
 from lightrlhf.envs.episode_sampler import EpisodeSampler, episode_batch
 from lightrlhf.generation.engine import Completions
@@ -121,6 +123,26 @@ def test_members_of_a_group_have_one_seed_of_the_environment_and_noise_of_their_
     texts = [text for _, text in rollout.texts]
     assert len({*texts[:3]}) > 1
     assert rollout.group.tolist() == [0, 0, 0, 1, 1, 1] and rollout.episode is None
+
+
+def test_held_out_episodes_have_the_same_seeds_and_noise_each_time(pools, tmp_path, monkeypatch):
+    rollouts, sample = [], EpisodeSampler.sample
+
+    def sample_both(self, *given):
+        rollouts.append(self.sample_held_out(self.prompts))
+        return sample(self, *given)
+
+    monkeypatch.setattr(EpisodeSampler, "sample", sample_both)
+    trained(KEEPS, tmp_path, max_steps=2, learning_rate=1e-12)
+    first, second = rollouts
+    assert first.input_ids.equal(second.input_ids) and first.columns == second.columns
+
+
+def test_weights_are_packed_once_for_the_turns_of_a_rollout(pools, tmp_path, monkeypatch):
+    packed, pack = [], decoder.pack_decoder
+    monkeypatch.setattr(decoder, "pack_decoder", lambda *given: packed.append(pack(*given)) or packed[-1])
+    trained(KEEPS, tmp_path, max_steps=2, max_new_tokens=cpu.LEAST_STEPS)
+    assert len(packed) == (2 if has_fast_sums() else 0) and None not in packed
 
 
 @pytest.mark.parametrize("name", [KEEPS, REWRITES])
