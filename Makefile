@@ -22,11 +22,12 @@ $(VENV)/.tested: $(VENV)/.installed
 	$(PIP) --editable .[all]
 	touch $@
 
-# Tests run in so many processes of one thread each; the tests of a file stay together, because they share fixtures.
+# Tests run in so many processes of one thread each; the tests of a file stay together, because they share fixtures, and
+# files keep the order that tests/conftest.py gives them.
 WORKERS ?= 2
-PYTEST = $(BIN)/python -m pytest -rs --numprocesses $(WORKERS) --dist loadfile
+PYTEST = $(BIN)/python -m pytest -rs --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: install browser quickstart demo real wheel check test test-thorough test-avx2 test-oldest test-vllm test-llama \
+.PHONY: install browser quickstart demo real wheel check test test-avx2 test-oldest test-vllm test-llama \
 	test-harness test-trl gpu gpu-bundle test-gpu-image attacks test-nightly newcomer claims claims-smoke freeze lists lint site clean
 install: $(VENV)/.tested
 
@@ -58,12 +59,11 @@ check: export LIGHTRLHF_EXAMPLES := 20
 check: lint
 	$(PYTEST) -m "not slow and not thorough and not attack" tests
 
-# Before a change is offered: all tests but the attacks and the thorough ones, which .ci/run runs, too.
+# Before a change is offered: all tests but the attacks and the thorough ones, which .ci/run runs in the same call, so
+# that no processor waits for the longest of either.
+MARKS = not attack and not thorough
 test: $(VENV)/.tested
-	$(PYTEST) -m "not attack and not thorough" tests
-
-test-thorough: $(VENV)/.tested
-	$(PYTEST) -m "thorough and not attack" tests
+	$(PYTEST) -m "$(MARKS)" tests
 
 # The numeric tests with all kernels held to AVX2, on a processor with wider vectors.
 NUMERIC := maths cpu models generation $(addprefix programs/test_,gguf_names.py sft.py rm.py dpo.py kto.py ppo.py grpo.py)
@@ -177,7 +177,8 @@ attacks: $(VENV)/.tested
 # All tests, the attacks, then REPEATS times those that draw at random: kills at new steps, 1,000 examples a property.
 REPEATS ?= 5
 test-nightly: export LIGHTRLHF_EXAMPLES := 1000
-test-nightly: test test-thorough attacks
+test-nightly: MARKS = not attack
+test-nightly: test attacks
 	for repeat in $$(seq $(REPEATS)); do $(PYTEST) -k "random_step or hypothesis" tests || exit 1; done
 
 # Every command of the README and three pages in a new home with the system's Python; NEWCOMER="--without 'make test'".

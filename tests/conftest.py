@@ -40,6 +40,10 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.slow)
         if "case" in item.fixturenames:
             item.add_marker(pytest.mark.attack)
+    thorough = {item.path for item in items if item.get_closest_marker("thorough")}
+    in_browser = {item.path for item in items if item.get_closest_marker("browser")}
+    # the longest files begin first; those with a browser are last, for its event loop runs in its process until the end
+    items.sort(key=lambda item: (item.path in in_browser, item.path not in thorough))
 
 
 @pytest.fixture(autouse=True)
