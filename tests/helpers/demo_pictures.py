@@ -1,8 +1,10 @@
 """Pictures of the demo in a headless browser, each tab at two sizes, to look at and for the documentation.
 
     python tests/helpers/demo_pictures.py --quickstart_dir quickstart --output_dir pictures
+    python tests/helpers/demo_pictures.py --agent_dir experiment/dir --output_dir pictures
 
-Serves the models of the quickstart, talks to them, and writes a PNG file of 256 colours for each picture.
+Serves the models of the quickstart, talks to them, and writes a PNG file of 256 colours for each picture; or serves a
+run on episodes, for a picture of one.
 """
 
 import argparse
@@ -13,8 +15,9 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlencode
 
 ROOT = Path(__file__).parents[2]
@@ -25,21 +28,21 @@ SECONDS = 60
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--quickstart_dir", type=Path, required=True, help="folder that `make quickstart` has filled")
+    of = parser.add_mutually_exclusive_group(required=True)
+    of.add_argument("--quickstart_dir", type=Path, help="folder that `make quickstart` has filled")
+    of.add_argument("--agent_dir", type=Path, help="experiment dir of grpo on episodes, with --log_rollouts")
     parser.add_argument("--output_dir", type=Path, required=True, help="folder of the pictures")
     args = parser.parse_args()
     args.output_dir.mkdir(parents=True, exist_ok=True)
-    with served(args.quickstart_dir) as address:
-        take_all(address, args.output_dir)
+    names = ("rlhf-supervised-finetuning", "rlhf-ppo") if args.quickstart_dir else ()
+    runs = [sorted((args.quickstart_dir.resolve() / "logs" / name).glob("*/*/*"))[-1] for name in names]
+    with served(runs or [args.agent_dir.resolve()]) as address, driven() as browser:
+        (take_all if runs else take_episode)(browser, address, args.output_dir)
 
 
 @contextlib.contextmanager
-def served(quickstart: Path) -> Iterator[str]:
-    """Serve the supervised model and the one of PPO; the address of the demo."""
-    runs = [
-        sorted((quickstart.resolve() / "logs" / name).glob("*/*/*"))[-1]
-        for name in ("rlhf-supervised-finetuning", "rlhf-ppo")
-    ]
+def served(runs: Sequence[Path]) -> Iterator[str]:
+    """Serve the models of runs; the address of the demo."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -58,33 +61,48 @@ def served(quickstart: Path) -> Iterator[str]:
                 process.terminate()
 
 
-def take_all(address: str, folder: Path) -> None:
-    """Write every picture."""
+@contextlib.contextmanager
+def driven() -> Iterator[Any]:
+    """A headless browser."""
     from playwright.sync_api import sync_playwright
 
     program = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))))
     with sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=program, args=FLAGS.split())
-        for name, size, scheme in (("wide", WIDE, "light"), ("dark", WIDE, "dark"), ("phone", PHONE, "light")):
-            page = browser.new_page(viewport=size, color_scheme=scheme, has_touch=name == "phone")
-            page.set_default_timeout(SECONDS * 1000)
-            page.goto(address)
-            page.get_by_role("tab", name="Chat").wait_for()
-            page.wait_for_timeout(1000)
-            take(page, folder / f"chat_empty_{name}.png")
-            chat(page)
-            take(page, folder / f"chat_{name}.png")
-            for tab in page.get_by_role("tab").all_inner_texts()[1:]:
-                page.get_by_role("tab", name=tab, exact=True).click()
-                page.wait_for_timeout(1500)
-                {"Side by side": side_by_side, "Compare blind": compare, "Runs": runs}.get(tab, rollouts)(page)
-                take(page, folder / f"{tab.lower().replace(' ', '_')}_{name}.png")
-            view = {"tab": "rollouts", "run": "rlhf-ppo, held-out prompts", "against": 10}
-            page.goto(f"{address}/?{urlencode(view)}")
-            page.locator(".sides").first.wait_for()
-            take(page, folder / f"two_steps_{name}.png")
-            page.close()
+        yield browser
         browser.close()
+
+
+def take_all(browser, address: str, folder: Path) -> None:
+    """Write every picture of the quickstart's models."""
+    for name, size, scheme in (("wide", WIDE, "light"), ("dark", WIDE, "dark"), ("phone", PHONE, "light")):
+        page = browser.new_page(viewport=size, color_scheme=scheme, has_touch=name == "phone")
+        page.set_default_timeout(SECONDS * 1000)
+        page.goto(address)
+        page.get_by_role("tab", name="Chat").wait_for()
+        page.wait_for_timeout(1000)
+        take(page, folder / f"chat_empty_{name}.png")
+        chat(page)
+        take(page, folder / f"chat_{name}.png")
+        for tab in page.get_by_role("tab").all_inner_texts()[1:]:
+            page.get_by_role("tab", name=tab, exact=True).click()
+            page.wait_for_timeout(1500)
+            {"Side by side": side_by_side, "Compare blind": compare, "Runs": runs}.get(tab, rollouts)(page)
+            take(page, folder / f"{tab.lower().replace(' ', '_')}_{name}.png")
+        view = {"tab": "rollouts", "run": "rlhf-ppo, held-out prompts", "against": 10}
+        page.goto(f"{address}/?{urlencode(view)}")
+        page.locator(".sides").first.wait_for()
+        take(page, folder / f"two_steps_{name}.png")
+        page.close()
+
+
+def take_episode(browser, address: str, folder: Path) -> None:
+    """Write the picture of an agent's episodes, the best rewarded first."""
+    page = browser.new_page(viewport=WIDE, color_scheme="light")
+    page.set_default_timeout(SECONDS * 1000)
+    page.goto(f"{address}/?{urlencode({'tab': 'rollouts'})}")
+    rollouts(page)
+    take(page, folder / "agent.png")
 
 
 def chat(page) -> None:

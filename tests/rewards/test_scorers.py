@@ -22,7 +22,14 @@ from lightrlhf.models.loading import load_scalar
 from lightrlhf.rewards.encoding import Encoding, Sample, same_tokenizer
 from lightrlhf.rewards.kl import AdaptiveKL, FixedKL, token_rewards
 from lightrlhf.rewards.loading import STATISTICS, reward_statistics
-from lightrlhf.rewards.scorers import FunctionScorer, ModelScorer, PairScorer, find_complete_group, score_rollout
+from lightrlhf.rewards.scorers import (
+    EnvScorer,
+    FunctionScorer,
+    ModelScorer,
+    PairScorer,
+    find_complete_group,
+    score_rollout,
+)
 
 
 # --------------------------------------------------------------------------------------------------------- rewards
@@ -43,6 +50,11 @@ def test_rewards_are_kl_penalties_with_the_score_on_the_last_action(pad_id, esti
                 expected += float(scores[row])
                 assert rollout.input_ids[row, t + 1] == (EOS if row < 2 else 11)  # the end itself, never padding
             assert float(rewards[row, t]) == pytest.approx(expected, abs=1e-5)
+
+
+def test_an_episode_that_was_given_no_reward_has_a_missing_score():
+    samples = [SimpleNamespace(columns={"episode": {"score": score}}) for score in (0.5, None, 0.0)]
+    assert EnvScorer()([samples]) == [[0.5, None, 0.0]]
 
 
 def test_a_row_without_actions_gets_no_reward():
