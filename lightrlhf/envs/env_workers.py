@@ -2,7 +2,8 @@
 
 An environment is made once, is used for episode after episode, and is reseeded at each `reset`, with the global
 generators of `random` and `numpy`. Where there are more episodes than processes, later ones wait for earlier ones to
-finish. A call that takes longer than its limit ends its process; another one takes its place.
+finish. A stateless environment's episodes share the processes: any free one takes the next call, reseeded by the
+episode's turn. A call that takes longer than its limit ends its process; another one takes its place.
 
 Where `step` ended the process, the policy's action did: its episode ends there with the rewards it has, and counts. A
 stateless environment's episode goes on, with an error in place of the results. Any other loss is a `Fault`: an
@@ -55,11 +56,10 @@ Result = list[Message] | Answer | float | None | Fault
 class EnvWorker(Process):
     """A process with an environment; `request` is the one it works on, `episode` the one it plays."""
 
-    def __init__(self, spec: EnvSpec, seed: int = 0) -> None:
+    def __init__(self, spec: EnvSpec) -> None:
         environment = {name: value for name, value in os.environ.items() if not SECRET.search(name)}
-        arguments = [json.dumps(asdict(spec)), str(seed)]
         own = {"PYTHONHASHSEED": "0", USERS_PATH: os.environ.get("PYTHONPATH", "")}
-        super().__init__("lightrlhf.envs.env_workers", arguments, environment | own)
+        super().__init__("lightrlhf.envs.env_workers", [json.dumps(asdict(spec))], environment | own)
         self.request: tuple[Any, ...] | None = ("start",)
         self.episode: int | None = None
 
@@ -80,8 +80,8 @@ class EnvPool:
     def __init__(self, spec: EnvSpec, size: int, seconds: float) -> None:
         self.spec, self.size, self.seconds = spec, size, seconds
         self.workers: list[EnvWorker] = []
-        self.playing: dict[int, EnvWorker] = {}  # by episode
-        self.seeds: dict[int, int] = {}
+        self.playing: dict[int, EnvWorker] = {}  # by episode; of a stateless environment while a call runs
+        self.seeds: dict[int, int] = {}  # of the episodes that have not ended
         self.waiting: deque[tuple[int, tuple[Any, ...]]] = deque()
         self.ready: deque[tuple[int, Result]] = deque()
         self.described: Json | None = None
@@ -106,8 +106,10 @@ class EnvPool:
         self._submit(episode, ("finish", stop_reason))
 
     def drop(self, episode: int) -> None:
-        """End an episode whose policy's side failed, with its process; there is no result."""
-        self._forget(self.playing[episode])
+        """End an episode whose policy's side failed, with the process that it holds; there is no result."""
+        del self.seeds[episode]
+        if episode in self.playing:
+            self._forget(self.playing[episode])
 
     def results(self, linger: float = math.inf) -> Iterator[tuple[int, Result]]:
         """Episodes and their results as they come, until all that can go on waits for the caller.
@@ -127,35 +129,38 @@ class EnvPool:
             self._listen(busy, end)
 
     def _submit(self, episode: int, request: tuple[Any, ...]) -> None:
-        if request[0] != "reset" and episode not in self.playing:
+        if episode not in self.seeds:
             raise ValueError(f"episode {episode} is not played: it was not reset, or has ended")
+        if self.is_stateless and request[0] == "step":
+            self.seeds[episode] += 1
+            request += (self.seeds[episode],)
         self.waiting.append((episode, request))
         self._dispatch()
 
     def _dispatch(self) -> None:
-        """Send waiting requests to the processes that are free for them, and start processes for new episodes."""
+        """Send waiting requests to the processes that are free for them, and start processes for others."""
         for idle in [one for one in self.workers if one.episode is None and one.request is None]:
             if idle.has_ended():  # between two episodes, which neither is to blame for
                 self._forget(idle)
         remaining: deque[tuple[int, tuple[Any, ...]]] = deque()
-        resets = 0
+        missing = 0
         for episode, request in self.waiting:
             worker = self.playing.get(episode)
-            if request[0] == "reset":
+            if request[0] == "reset" or self.is_stateless:
                 free = (one for one in self.workers if one.episode is None and one.request is None)
                 worker = next(free, None)
-                resets += worker is None
+                missing += worker is None
             if worker is None or worker.request is not None:
                 remaining.append((episode, request))
             elif worker.has_ended():
                 self._forget(worker)
-                self.ready.append((episode, Fault("crashes", "its process ended between two calls")))
+                self._tell(episode, Fault("crashes", "its process ended between two calls"), is_last=True)
             else:
                 worker.episode, self.playing[episode] = episode, worker
                 worker.ask(request, self.seconds)
         self.waiting = remaining
         starting = sum(worker.episode is None for worker in self.workers)
-        for _ in range(min(resets - starting, self.size - len(self.workers))):
+        for _ in range(min(missing - starting, self.size - len(self.workers))):
             self.workers.append(EnvWorker(self.spec))
 
     def _listen(self, busy: list[EnvWorker], end: float = math.inf) -> None:
@@ -188,10 +193,11 @@ class EnvPool:
             return
         if worker.episode is None:
             raise UsageError(f"{self.spec.flag}: {value[1].removeprefix('introduce: ')}")
-        result = READERS[kind](value)
-        self.ready.append((worker.episode, result))
-        if kind in ("score", "fault") or (kind == "answer" and result.stop_reason in LOST.values()):
+        episode, result = worker.episode, READERS[kind](value)
+        is_last = kind in ("score", "fault") or (kind == "answer" and result.stop_reason in LOST.values())
+        if is_last or self.is_stateless:
             self._release(worker)
+        self._tell(episode, result, is_last)
 
     def _lose(self, worker: EnvWorker, kind: str) -> None:
         """A process ended, or is late, in the middle of a call."""
@@ -204,14 +210,12 @@ class EnvPool:
         if kind == "timeouts":
             text = f"it took more than {self.seconds:g} seconds"
         if request[0] != "step":
-            self.ready.append((episode, Fault(kind, f"{request[0]}: {text}")))
+            self._tell(episode, Fault(kind, f"{request[0]}: {text}"), is_last=True)
         elif self.is_stateless:
-            self.ready.append((episode, unanswered(request[1], kind, text)))
-            replacement = EnvWorker(self.spec, self.seeds[episode])
-            replacement.episode, self.playing[episode] = episode, replacement
-            self.workers.append(replacement)
+            self._tell(episode, unanswered(request[1], kind, text), is_last=False)
         else:
-            self.ready.append((episode, Answer(done=True, stop_reason=LOST[kind], counts=counts_of(request[1], kind))))
+            answer = Answer(done=True, stop_reason=LOST[kind], counts=counts_of(request[1], kind))
+            self._tell(episode, answer, is_last=True)
 
     def _give_up(self, episode: int | None, fault: Fault) -> None:
         """A process could not start: the first one ends the run, a later one costs its episode, or the next.
@@ -221,10 +225,16 @@ class EnvPool:
         if self.described is None:
             raise UsageError(fault.text)
         if episode is None:
-            episode = next((number for number, request in self.waiting if request[0] == "reset"), None)
+            needing = (number for number, request in self.waiting if request[0] == "reset" or self.is_stateless)
+            episode = next(needing, None)
         if episode is not None:
             self.waiting = deque(one for one in self.waiting if one[0] != episode)
-            self.ready.append((episode, fault))
+            self._tell(episode, fault, is_last=True)
+
+    def _tell(self, episode: int, result: Result, is_last: bool) -> None:
+        if is_last:
+            del self.seeds[episode]
+        self.ready.append((episode, result))
 
     def _forget(self, worker: EnvWorker) -> int:
         self.workers.remove(worker)
@@ -302,8 +312,11 @@ class Host:
         seed_all(seed)
         return "messages", checked(self.env.reset(seed, row))
 
-    def step(self, reply: Message) -> tuple[str, Any]:
-        assert self.env is not None
+    def step(self, reply: Message, seed: int | None = None) -> tuple[str, Any]:
+        """seed: of a stateless environment's turn; None: the generators go on."""
+        self.env = self.env or self.spec.make()
+        if seed is not None:
+            seed_all(seed)
         answer = self.env.step(reply)
         if not isinstance(answer, Answer):
             raise Failure("errors", f"it returned {describe(answer)}, not an Answer")
@@ -311,7 +324,7 @@ class Host:
         return "answer", asdict(answer)
 
     def finish(self, stop_reason: str) -> tuple[str, Any]:
-        assert self.env is not None
+        self.env = self.env or self.spec.make()
         score = self.env.finish(stop_reason)
         return "score", None if score is None else reward_of(score)
 
@@ -338,7 +351,7 @@ def reward_of(value: Any) -> float:
     return number
 
 
-def serve(spec: str, seed: str, descriptor: str, parent: str) -> None:
+def serve(spec: str, descriptor: str, parent: str) -> None:
     """Answer each request that arrives, until the other end is closed."""
     connection = begin_worker(descriptor, parent)
     own = os.getpid()
@@ -348,7 +361,7 @@ def serve(spec: str, seed: str, descriptor: str, parent: str) -> None:
 
     made = EnvSpec(**json.loads(spec))
     try:
-        seed_all(int(seed))
+        seed_all(0)
         host = Host(made)
     except (Exception, SystemExit) as problem:
         return say("broken", str(problem) if isinstance(problem, UsageError) else f"{made.flag}: {failure_of(problem)}")

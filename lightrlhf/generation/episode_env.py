@@ -41,7 +41,7 @@ class EpisodeEnv(Protocol):
     gives_reward: bool
     """Whether `step` or `finish` give a reward; a run without one needs reward functions."""
     is_stateless: bool
-    """Whether an episode goes on in another process where a call ended this one."""
+    """Whether nothing is kept from call to call, so that any process may take an episode's next one."""
 
     def reset(self, seed: int, row: dict[str, Any]) -> list[Message]:
         """Begin an episode: the messages that follow the prompt's, see `opening`. All of a group get one seed."""

@@ -172,17 +172,37 @@ def test_a_stateless_turn_without_a_call_is_answered_where_its_process_ended():
     assert message["role"] == "user"
 
 
-def test_the_process_that_replaces_one_goes_on_with_its_episode_while_others_wait():
+def test_episodes_of_stateless_tools_share_processes_of_which_one_may_end():
     with pool_of(EnvSpec(tools=(f"{HOSTILE}:hostile", f"{HOSTILE}:echo"))) as pool:
-        pool.reset(0, 1, {})
-        pool.reset(1, 1, {})
-        assert [*pool.results()] == [(0, [])]
-        pool.step(0, say(call("hostile", deed="exit")))
-        assert only(pool).counts["tool_crashes"] == 1
-        pool.step(0, say(call("echo", text="still here")))
+        for number in range(3):
+            pool.reset(number, 1, {})
+        assert [*pool.results()] == [(0, []), (1, []), (2, [])]
+        pool.step(0, say(call("echo", text="a")))
+        pool.step(1, say(call("hostile", deed="exit")))
+        pool.step(2, say(call("echo", text="b")))
+        answers = dict(pool.results())
+        assert answers[1].counts["tool_crashes"] == 1 and not answers[1].done
+        assert [answers[number].messages[0]["content"] for number in (0, 2)] == ["a", "b"]
+        pool.step(1, say(call("echo", text="still here")))
         assert only(pool).messages[0]["content"] == "still here"
-        pool.finish(0, "turns")
-        assert [*pool.results()] == [(0, None), (1, [])]
+        for number in range(3):
+            pool.finish(number, "turns")
+        assert [*pool.results()] == [(0, None), (1, None), (2, None)] and not pool.seeds
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_what_stateless_tools_draw_follows_from_the_episode_s_seed_and_turn(size):
+    with pool_of(EnvSpec(tools=(f"{HOSTILE}:draw",)), size) as pool:
+        drawn = {0: [], 1: [], 2: []}
+        for number, seed in enumerate((5, 5, 77)):
+            pool.reset(number, seed, {})
+        assert len([*pool.results()]) == 3
+        for numbers in ((0, 2), (1,), (2, 1, 0)):
+            for number in numbers:
+                pool.step(number, say(call("draw")))
+            for number, answer in pool.results():
+                drawn[number].append(answer.messages[0]["content"])
+    assert drawn[0] == drawn[1] and len({*drawn[0], *drawn[2]}) == 4
 
 
 def play_rooms(size):

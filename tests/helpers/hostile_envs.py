@@ -24,6 +24,11 @@ def echo(text: str) -> str:
     return text
 
 
+def draw() -> str:
+    """Draw from both global generators."""
+    return f"{random.random()} {np.random.random()}"
+
+
 def wait_for(path: str) -> str:
     """Wait for a file.
 
