@@ -29,6 +29,7 @@ import torch
 
 from benchmarks.dialogues import TEMPLATE, question
 from benchmarks.inputs import SIZES, write_models
+from lightrlhf import cpu
 from lightrlhf.cli.groups import DecodingArgs, FrozenArgs
 from lightrlhf.data.tokens import encode_prompt
 from lightrlhf.envs.env_workers import EnvPool
@@ -128,11 +129,12 @@ def measure(
     settings = DecodingArgs(max_new_tokens=length)
     row = {"row": 0, "input_ids": encode_prompt(tokenizer, [{"role": "user", "content": question(0, 99)}])}
     episodes = [new_episode(tokenizer, row, seed, seed) for seed in range(num_episodes)]
+    pack = cpu.KeptPacking()
 
     def sample(waiting: Sequence[Episode], plans: Sequence[Plan]) -> Completions:
         prefixes = [one.prefix for one in waiting]
         prompts, noise = [plan.ids for plan in plans], turn_noise(settings, waiting)
-        sampled = generate(policy, prompts, settings, [], noise, num_episodes, tokenizer, prefixes)
+        sampled = generate(policy, prompts, settings, [], noise, num_episodes, tokenizer, prefixes, pack=pack)
         for one, prefix in zip(waiting, prefixes):
             one.prefix = prefix if keeps else None
         return sampled
