@@ -11,10 +11,12 @@ from helpers.errors import error_naming
 from lightrlhf.cli.errors import UsageError
 from lightrlhf.envs import agent_sessions
 from lightrlhf.envs.agent_program import AgentProgram
-from lightrlhf.envs.agent_sessions import AgentSessions
+from lightrlhf.envs.agent_sessions import AgentSessions, anew
 from lightrlhf.envs.env_workers import EnvPool
 from lightrlhf.envs.ways import EnvSpec
+from lightrlhf.generation.conversations import Conversation
 from lightrlhf.generation.episode_env import Fault
+from lightrlhf.generation.episodes import Episode
 from lightrlhf.generation.server_client import Busy, InvalidResponse
 from lightrlhf.generation.session_client import SessionRow, SessionTurn, Trace
 from lightrlhf.generation.vllm import Target
@@ -82,6 +84,13 @@ def test_what_a_server_failed_or_was_late_with_is_no_episode(monkeypatch, told, 
         assert in_a_thread(work) == told
     assert not session.is_open
     sessions.close()
+
+
+def test_an_episode_that_is_played_again_has_its_seed_and_noise_and_no_turn():
+    one = Episode([{"role": "user", "content": "a"}], 5, 7, {"row": 3}, Conversation(None), rewards=[1.0])
+    again = anew(one)
+    assert (again.messages, again.seed, again.noise, again.prompt) == (one.messages, 5, 7, {"row": 3})
+    assert again.rewards == [] and again.conversation is not one.conversation
 
 
 def test_open_sessions_end_with_the_run(monkeypatch):
