@@ -73,7 +73,7 @@ def test_rows_are_those_of_the_traces_and_the_value_is_the_reward(url, traces, t
     for columns in last.columns:
         facts, word = columns["episode"], columns["word"]
         said = [message["content"] for message in columns["messages"] if message["role"] == "assistant"]
-        assert facts["turns"] == len(said) == (3 if word == "water" else 2)
+        assert facts["turns"] == len(said) == len(facts["rewards"]) == (3 if word == "water" else 2)
         assert facts["stop_reason"] == ("fault" if word == "milk" else "done")  # it gave None
         assert facts["rows"] >= (2 if word == "water" else 1)
         assert facts["score"] is None if word == "milk" else facts["score"] > 0
