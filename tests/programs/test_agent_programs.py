@@ -77,6 +77,8 @@ def test_rows_are_those_of_the_traces_and_the_value_is_the_reward(url, traces, t
         assert facts["stop_reason"] == ("fault" if word == "milk" else "done")  # it gave None
         assert facts["rows"] >= (2 if word == "water" else 1)
         assert facts["score"] is None if word == "milk" else facts["score"] > 0
+    cut = sum(turn.stop_reason == "length" for trace in first for turn in trace.turns)
+    assert sum(columns["episode"]["counts"]["truncated_turns"] for columns in last.columns) == cut > 0
     assert rows[0]["objective/valid_ratio"] == pytest.approx(2 / 3) and rows[0]["policy/grad_norm"] > 0
     assert max(row["sampling/kl"] for row in rows) < 1e-9 and rows[0]["episodes/no_reward_ratio"] == pytest.approx(
         1 / 3
