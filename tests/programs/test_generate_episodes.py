@@ -41,8 +41,8 @@ def spy(monkeypatch) -> list[tuple[list[int], list[int]]]:
     """What the engine read and sampled, turn by turn."""
     seen, own = [], episode_sampler.generate
 
-    def generating(policy, prompts, *rest):
-        sampled = own(policy, prompts, *rest)
+    def generating(policy, prompts, *rest, **more):
+        sampled = own(policy, prompts, *rest, **more)
         seen.extend((list(ids), list(new)) for ids, new in zip(prompts, sampled.responses))
         return sampled
 
@@ -98,16 +98,18 @@ def test_episodes_are_written_with_what_was_said_and_given(flags, tmp_path):
 
 def test_the_good_ones_are_chosen_and_chosen_anew_without_playing_again(flags, tmp_path, monkeypatch, capsys):
     flags = [*flags, *model(KEEPS, tmp_path)]
-    generate.main([*flags, "--min_reward", "5"])
+    generate.main([*flags, "--min_reward", "0", "--validation_percentage", "0.1"])
+    assert (tmp_path / "data" / "finetune_validation.pt").is_file()
     episodes = read_jsonl(tmp_path / "data" / "episodes.jsonl")
     monkeypatch.setattr(generate_episodes, "load_player", None)
-    for least in (5, 8):
+    for least in sorted({one["score"] for one in episodes})[1:3]:
         generate.main([*flags, "--min_reward", str(least)])
         own = [row["input_ids"].tolist() for row in load_split(tmp_path / "data", "finetune", "train")]
         good = [one["rows"][0]["input_ids"] for one in episodes if one["score"] >= least]
         assert sorted(own) == sorted(good) and 0 < len(good) < 12
         counts = json.loads((tmp_path / "data" / "report.json").read_text())["counts"]
         assert counts == {"chosen": len(good), "below --min_reward": 12 - len(good)}
+        assert not (tmp_path / "data" / "finetune_validation.pt").exists()
     told = refused(capsys, generate.main, *flags, "--min_reward", "1e6")
     assert "no episode is left to train on (12 below --min_reward; the highest score is" in told
 
