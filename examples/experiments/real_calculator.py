@@ -3,11 +3,12 @@
 SmolLM2-135M-Instruct (see `real_model`) is fine-tuned once on 1,024 scripted episodes, 64 steps; after 16 it wrote no
 call (one trial, not kept). Both arms start from there: 8 steps of 32 episodes (4 groups of 8), one update each, on
 equal prompts by seed. Script, reward and chat template are the small model's; only the marks of turns are SmolLM2's,
-whose own template has no tools. The learning rate is the other real experiments'. Three seeds, for a processor.
+whose own template has no tools. The learning rate is the other real experiments'. Three seeds, for a processor: an arm
+takes one to three minutes of a core, the start five.
 
 Read: the share of right episodes in the last four steps (128 episodes), each played on a task that was not trained on
-before. Claim: with the tool above without it, by the 95% interval of the paired difference over seeds. It has not been
-run yet. Finished arms are kept, and begun ones gone on with.
+before. Claim: with the tool above without it, by the 95% interval of the paired difference over seeds. Finished arms
+are kept, and begun ones gone on with.
 
     python -m examples.experiments.real_calculator
 """
