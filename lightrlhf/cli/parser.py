@@ -12,11 +12,11 @@ import dataclasses
 import json
 import re
 import sys
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from types import NoneType
-from typing import Any, NoReturn, TypeVar, get_origin
+from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin
 
 from lightrlhf.cli.errors import UsageError, first_line
 from lightrlhf.cli.fields import Flag, declared_flags
@@ -67,7 +67,7 @@ def _parser(args_class: type, reads_docs: bool) -> Any:
 
     class OneLineParser(ArgumentParser):
         def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-            self.exit(2, f"{self.prog}: error: {_shorten(message, set(declared_flags(args_class)))}\n")
+            self.exit(2, f"{self.prog}: error: {_shorten(message, declared_flags(args_class))}\n")
             raise SystemExit(2)
 
     set_parsing_settings(docstring_parse_attribute_docstrings=reads_docs, add_print_completion_argument=False)
@@ -190,16 +190,19 @@ def _read_stored_args(args_class: type, directory: str) -> dict[str, Any]:
     return check_flags(args_class, values, f"--resume_from {directory}")
 
 
-def _shorten(message: str, flags: set[str]) -> str:
+def _shorten(message: str, flags: Mapping[str, Flag]) -> str:
     """jsonargparse's message in one line that names the flag, with the nearest one for a typo."""
     line = " ".join(message.split())
     if "nrecognized arguments" in line:
         words = [word.partition("=")[0] for word in line.split("arguments:")[-1].split()]
         typo = next((word for word in words if word.startswith("-")), words[0] if words else "")
         name = typo.lstrip("-").replace("-", "_")
-        return f"unknown flag {typo}{hint(name, flags) or '; --help_all lists all'}"
+        return f"unknown flag {typo}{hint(name, set(flags)) or '; --help_all lists all'}"
     if missing := re.search(r"arguments are required: (.+)", line):
-        return " and ".join(f"--{name}" for name in missing[1].split(", ")) + " must be given"
+        absent = missing[1].split(", ")
+        choices = {name: get_args(flags[name].hint) for name in absent if get_origin(flags[name].hint) is Literal}
+        told = "".join(f"; --{name} is one of {', '.join(map(str, known))}" for name, known in choices.items())
+        return " and ".join(f"--{name}" for name in absent) + " must be given" + told
     one_type, union = r"Expected an? (.+)\. Got value", r"Does not validate .*?Subtypes: \[(.+)\] Errors.*Given value"
     if wrong := re.search(rf'Parser key "(\w+)": (?:{one_type}|{union}): ?(.*)', line):
         flag, wanted, value = wrong[1], wrong[2] or wrong[3], wrong[4] or "''"

@@ -10,8 +10,10 @@ import sys
 import pytest
 import yaml
 from helpers import ROOT, environment, run_program
+from helpers.errors import refused
 from helpers.programs import args_classes, read_fields
 
+from lightrlhf import export
 from lightrlhf.cli.errors import RunFailure, UsageError, one_line_errors
 from lightrlhf.cli.fields import Args, flag
 from lightrlhf.cli.groups import DecodingArgs, ModelArgs, TrainArgs
@@ -111,6 +113,11 @@ def test_booleans_and_none_are_written_as_words(cafe_data):
         [*good("sft", cafe_data), "--use_targets=True", "--activation_checkpointing", "False", "--max_steps=null"],
     )
     assert (args.use_targets, args.activation_checkpointing, args.max_steps) == (True, False, None)
+
+
+def test_what_must_be_given_is_told_with_its_choices(capsys):
+    told = refused(capsys, export.main)
+    assert "--model_name and --to must be given; --to is one of merged, " in told and told.endswith(", ollama")
 
 
 def test_the_alias_of_model_name_is_accepted(cafe_data):
