@@ -15,7 +15,8 @@ from typing import Any, Literal
 
 from lightrlhf.cli.errors import RunFailure, first_line
 
-FOLDERS = re.compile(r"(?<!\S)/(?:[^\s/]+/)*(?=[^\s/]+/[^\s/])")  # of an absolute path in a command, but the last one
+# of an absolute path in a command or a list of NAME=PATH, but the last one
+FOLDERS = re.compile(r"(?<![^\s=,])/(?:[^\s/,]+/)*(?=[^\s/,]+/[^\s/,])")
 
 
 @contextmanager

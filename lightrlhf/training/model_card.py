@@ -76,7 +76,8 @@ def model_card(
         lines += ["## Results", "", *results, ""]
     if stages:
         lines += ["## Lineage", "", *(f"{number}. {line}" for number, (_, line) in enumerate(stages, start=1))]
-        lines += [f"{len(stages) + 1}. this model, by `lightrlhf.{program}`", ""]
+        taught = f", taught by {quote(args['teacher'])}" if args.get("teacher") else ""
+        lines += [f"{len(stages) + 1}. this model, by `lightrlhf.{program}`{taught}", ""]
     if given:
         lines += ["| given from Python | |", "|---|---|", *(f"| {name} | {kind} |" for name, kind in given.items()), ""]
     lines += ["## Flags", "", f"With {made}.", "", "| argument | value |", "|---|---|"]

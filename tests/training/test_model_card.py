@@ -85,6 +85,12 @@ def test_lineage_names_the_pretrained_model_and_each_run(base_model, sft_dir, ad
     assert lineage({"model_name": None}) == [] and lineage({"sft_experiment_dir": "/gone/run"})[0][1] == "`gone/run`"
 
 
+def test_teachers_are_named_beside_the_model_without_folders_of_this_machine():
+    args = {"model_name": "somebody/base", "teacher": "sums=/home/ada/logs/a/b,code=/home/ada/logs/c/d"}
+    text = model_card("run", "distill", "Trained.", args)
+    assert "2. this model, by `lightrlhf.distill`, taught by `sums=a/b,code=c/d`" in text and "/home" not in text
+
+
 def test_a_base_and_data_of_the_hub_are_in_the_header_with_a_known_licence(tmp_path, monkeypatch):
     (tmp_path / "args.json").write_text(json.dumps({"destination_dir": "x", "dataset_name": "somebody/pairs"}))
     card = tmp_path / "base" / "README.md"
