@@ -65,13 +65,13 @@ MARKS = not attack and not thorough
 test: $(VENV)/.tested
 	$(PYTEST) -m "$(MARKS)" tests
 
-# The numeric tests with all kernels held to AVX2, on a processor with wider vectors.
+# The quick numeric tests with all kernels held to AVX2, on a processor with wider vectors.
 NUMERIC := maths cpu models generation $(addprefix programs/test_,gguf_names.py sft.py rm.py dpo.py kto.py ppo.py grpo.py)
 test-avx2: export ATEN_CPU_CAPABILITY := avx2
 test-avx2: export ONEDNN_MAX_CPU_ISA := AVX2
 test-avx2: export MKL_ENABLE_INSTRUCTIONS := AVX2
 test-avx2: $(VENV)/.tested
-	$(PYTEST) -m "not thorough and not attack" $(NUMERIC:%=tests/%)
+	$(PYTEST) -m "not slow and not thorough and not attack" $(NUMERIC:%=tests/%)
 
 # The main rooms and programs with the lowest release of each package that setup.py allows, in an environment of its own
 # (6 GB: the oldest torch is a CUDA build).
