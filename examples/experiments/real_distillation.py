@@ -13,8 +13,7 @@ base in pass@1 over the teacher's.
 
 Written down before the runs, for three seeds or more: the student is better than the base in pass@1 after a quarter
 of the samples, and has more than half of the gain then, and after half of them (95% intervals over seeds). An arm
-takes minutes of a core, a seed about thirty: five seeds, 1 to 5, of which three are kept. Finished arms are kept, and
-begun ones gone on with.
+takes minutes of a core, a seed about thirty: five seeds, 1 to 5. Finished arms are kept, and begun ones gone on with.
 
     python -m examples.experiments.real_distillation
 """
