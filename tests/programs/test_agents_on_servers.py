@@ -54,7 +54,8 @@ def test_a_server_samples_the_episodes_of_this_process(name, play, tmp_path, mon
     assert max(row["sampling/kl"] for row in rows) < 1e-9 and rows[0]["episodes/turns"] > 1
     assert all(row["sampling/staleness"] == 0 for row in rows)
     assert_same(served, play(name)[0], atol=1e-5)
-    monkeypatch.setattr(episode_sampler, "generate", lambda *given: generate(*given[:-1]))  # without cached prefixes
+    # without cached prefixes
+    monkeypatch.setattr(episode_sampler, "generate", lambda *given, **more: generate(*given[:-1], **more))
     anew, _, weights_of_anew = play(name)
     assert_same(served, anew)
     assert end == weights_of_anew

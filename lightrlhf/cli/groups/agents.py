@@ -87,7 +87,7 @@ class EpisodeArgs(Args):
     max_observation_tokens: int = at_least(16, 1024, show="rarely")
     """Longest observation in tokens; of a longer one head and tail are kept."""
     env_workers: int = at_least(1, 16, show="rarely")
-    """Processes on each rank, with an environment each; more episodes are played in waves, but those of `tools`."""
+    """Processes on each rank, with an environment each; more episodes wait for these, except with `tools`."""
     env_timeout: float = positive(60.0, show="rarely")
     """Seconds of one call of the environment, after which its process is ended."""
     lockstep: bool = flag(True, show="rarely")
