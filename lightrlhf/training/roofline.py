@@ -220,7 +220,8 @@ def best_product_rate(device: torch.device, dtype: torch.dtype, sizes: Sequence[
         if best and time.perf_counter() + 2 * flops / best > end:  # a warm-up call and a timed one
             break
         one, other = (torch.randn(*size, device=device).to(dtype) for size in ((rows, inner), (inner, columns)))
-        best = max(best, flops / best_time(partial(torch.matmul, one, other), device))
+        repetitions = 5 if best else 100  # the first is so short that beside other work most of its calls wait
+        best = max(best, flops / best_time(partial(torch.matmul, one, other), device, repetitions))
         end = min(end, time.perf_counter() + PRODUCT_SECONDS)
     return best
 
