@@ -57,11 +57,11 @@ wheel: $(VENV)/.installed
 # While working, three minutes: formulas, data, arguments and one tiny run of each program.
 check: export LIGHTRLHF_EXAMPLES := 20
 check: lint
-	$(PYTEST) -m "not slow and not thorough and not attack" tests
+	$(PYTEST) -m "not slow and not thorough and not nightly and not attack" tests
 
-# Before a change is offered: all tests but the attacks and the thorough ones, which .ci/run runs in the same call, so
-# that no processor waits for the longest of either.
-MARKS = not attack and not thorough
+# Before a change is offered: all tests but the attacks, the nightly ones and the thorough ones, which .ci/run runs in the
+# same call, so that no processor waits for the longest of either.
+MARKS = not attack and not nightly and not thorough
 test: $(VENV)/.tested
 	$(PYTEST) -m "$(MARKS)" tests
 

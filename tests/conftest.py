@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections import Counter
 
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -42,8 +43,9 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.attack)
     thorough = {item.path for item in items if item.get_closest_marker("thorough")}
     in_browser = {item.path for item in items if item.get_closest_marker("browser")}
+    sizes = Counter(item.path for item in items)
     # the longest files begin first; those with a browser are last, for its event loop runs in its process until the end
-    items.sort(key=lambda item: (item.path in in_browser, item.path not in thorough))
+    items.sort(key=lambda item: (item.path in in_browser, item.path not in thorough, -sizes[item.path]))
 
 
 @pytest.fixture(autouse=True)

@@ -18,7 +18,7 @@ def gpu(file: Path, *flags: str, device: str = "cpu") -> subprocess.CompletedPro
     return subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=4 * PATIENCE)
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_a_dry_run_goes_through_every_row(tmp_path):
     """On the second device, where nothing may cross to the CPU and back."""
     done = gpu(tmp_path / "gpu.json", "--minutes", "20", device="second")

@@ -367,7 +367,7 @@ def test_students_are_compared_with_their_start_and_with_each_other():
     assert claims["response differs from to go at equal time"] and "same tokenizer > its start" not in claims
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_a_teacher_with_another_tokenizer_is_compared_and_resumes(tmp_path, capsys):
     words = ["--smoke", "True", "--seeds", "1", "--output_dir", str(tmp_path)]
     other_tokenizer.main(words)

@@ -128,7 +128,7 @@ def test_an_adapter_is_distilled_and_a_second_call_runs_nothing_again(tmp_path, 
     assert real_distillation.main(flags) == claims
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_dialogues_run_and_a_second_call_runs_nothing_again(tmp_path, monkeypatch):
     texts = [f"\n\nHuman: a small tea number {index}\n\nAssistant: " for index in range(60)]
     pairs = [{"chosen": f"{text}yes, one tea", "rejected": f"{text}no"} for text in texts]
