@@ -20,11 +20,9 @@ RESULTS = ROOT / "benchmarks" / "results"
 PAGES = (ROOT / "README.md", ROOT / "howto" / "speed.md")
 PAGE = (  # rows of howto/speed.md, one of each kind of work
     "sft-30M",
-    "rm-30M",
     "dpo-30M-dialogues",
     "rollout-skewed-30M",
     "ppo-skewed-30M",
-    "grpo-full-4-4M",
     "grpo-skewed-4-4M",
     "vllm-equal-30M",
     "vllm-samples-30M",
@@ -94,7 +92,7 @@ def measured_on(results: dict[str, Any]) -> str:
     measured = (
         f"{where.get('gpu', where['cpu'])}{kind}, {where['threads']} of {where['cores']} cores, "
         + ", ".join(f"{name} {release}" for name, release in sorted(versions.items()))
-        + f"; {when}. Ratios are medians over up to {turns} turns (smallest to largest)."
+        + f"; {when}, up to {turns} turns."
     )
     return "\n".join([*textwrap.wrap(measured, 120), "", ""])
 
@@ -144,19 +142,19 @@ def number(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def short_table(results: dict[str, Any]) -> str:
-    """The ratios of a few rows."""
-    rows = []
-    for name in SHORT:
-        if name in results["cases"]:
-            what, _, peer, ratio, *_ = cells_of(results["cases"][name])
-            rows.append((what, peer.partition(":")[0], ratio))
-    return markdown(("work", "beside", "ours / theirs"), rows)
-
-
-def best_known(results: list[dict[str, Any]]) -> dict[str, Any]:
-    """The results with the most rows."""
-    return max(results, key=lambda result: len(result["cases"]))
+def short_table(results: Sequence[dict[str, Any]]) -> str:
+    """The ratios of a few rows, a column for each processor that has them."""
+    kinds, columns = [], []
+    for result in results:
+        if cases := [result["cases"][name] for name in SHORT if name in result["cases"]]:
+            where = result["machine"]
+            kinds.append(f"{where.get('instructions', where['cpu'])}, {min(case['date'] for case in cases)}")
+            columns.append([cells_of(case) for case in cases])
+    rows = [
+        (cells[0][0], SETTING.sub(":", cells[0][2]).partition(":")[0], *(ratio for _, _, _, ratio, *_ in cells))
+        for cells in zip(*columns, strict=True)
+    ]
+    return markdown(("work", "beside", *kinds), rows)
 
 
 def insert(suite: str, folder: Path) -> None:
@@ -170,7 +168,7 @@ def insert(suite: str, folder: Path) -> None:
             raise UsageError(
                 f"--insert True: {source} is from a run with --quick, which measures nothing; measure first"
             )
-    tables = {suite: "\n".join(map(page_table, results)), f"{suite}, short": short_table(best_known(results))}
+    tables = {suite: "\n".join(map(page_table, results)), f"{suite}, short": short_table(results)}
     for name, text in tables.items():
         start, end = f"<!-- benchmark {name} -->", f"<!-- end of benchmark {name} -->"
         for page in PAGES:
