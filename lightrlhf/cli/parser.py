@@ -200,8 +200,8 @@ def _shorten(message: str, flags: Mapping[str, Flag]) -> str:
         return f"unknown flag {typo}{hint(name, set(flags)) or '; --help_all lists all'}"
     if missing := re.search(r"arguments are required: (.+)", line):
         absent = missing[1].split(", ")
-        choices = {name: get_args(flags[name].hint) for name in absent if get_origin(flags[name].hint) is Literal}
-        told = "".join(f"; --{name} is one of {', '.join(map(str, known))}" for name, known in choices.items())
+        listed = {name: get_args(flags[name].hint) for name in absent if get_origin(flags[name].hint) is Literal}
+        told = "".join(f"; --{name} is one of {', '.join(map(str, known))}" for name, known in listed.items())
         return " and ".join(f"--{name}" for name in absent) + " must be given" + told
     one_type, union = r"Expected an? (.+)\. Got value", r"Does not validate .*?Subtypes: \[(.+)\] Errors.*Given value"
     if wrong := re.search(rf'Parser key "(\w+)": (?:{one_type}|{union}): ?(.*)', line):
