@@ -324,9 +324,9 @@ def machine(threads: int, cuda: bool) -> dict[str, Any]:
 
 
 def instructions() -> str:
-    """What decides how fast this processor multiplies: `avx2`, `avx512-bf16-family26`, ...
+    """Instruction set that decides the speed of matrix products: `avx2`, `avx512-bf16-family26`, ...
 
-    With AVX-512 the family counts, too: AMD's 25 has units of half the width, as fast as those of AVX2.
+    With AVX-512 it has the CPU family, since AMD's family 25 (Zen 4) runs AVX-512 on 256-bit units.
     """
     import torch
 

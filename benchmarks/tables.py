@@ -144,17 +144,20 @@ def number(value: float) -> str:
 
 def short_table(results: Sequence[dict[str, Any]]) -> str:
     """The ratios of a few rows, a column for each processor that has them."""
-    kinds, columns = [], []
+    rows: dict[str, list[str]] = {}  # by name of the case
+    kinds: list[str] = []
     for result in results:
-        if cases := [result["cases"][name] for name in SHORT if name in result["cases"]]:
-            where = result["machine"]
-            kinds.append(f"{where.get('instructions', where['cpu'])}, {min(case['date'] for case in cases)}")
-            columns.append([cells_of(case) for case in cases])
-    rows = [
-        (cells[0][0], SETTING.sub(":", cells[0][2]).partition(":")[0], *(ratio for _, _, _, ratio, *_ in cells))
-        for cells in zip(*columns, strict=True)
-    ]
-    return markdown(("work", "beside", *kinds), rows)
+        cases = {name: result["cases"][name] for name in SHORT if name in result["cases"]}
+        if not cases:
+            continue
+        for name, case in cases.items():
+            what, _, peer, ratio, *_ = cells_of(case)
+            begun = rows.setdefault(name, [what, SETTING.sub(":", peer).partition(":")[0]])
+            begun += [""] * (2 + len(kinds) - len(begun)) + [ratio]
+        where = result["machine"]
+        kinds.append(f"{where.get('instructions', where['cpu'])}, {min(case['date'] for case in cases.values())}")
+    full = [row + [""] * (2 + len(kinds) - len(row)) for row in rows.values()]
+    return markdown(("work", "beside", *kinds), full)
 
 
 def insert(suite: str, folder: Path) -> None:

@@ -208,6 +208,10 @@ def test_the_tables_have_ratios_and_no_goals_and_the_readme_some_rows(tmp_path, 
     heading, _, *rows = [line for line in short.splitlines() if line.startswith("|")]
     assert heading.startswith("| work | beside | C, 2026-01-0") and heading.count("|") == 4
     assert rows == [f"| {name} |  | **2.10** |" for name in tables.SHORT]
+    first, second, third = tables.SHORT  # a processor on which one row was measured
+    parts = [{**results, "cases": {name: cases[name] for name in names}} for names in ([second], [first, second])]
+    *_, both, one = tables.short_table(parts).splitlines()
+    assert (both, one) == (f"| {second} |  | **2.10** | **2.10** |", f"| {first} |  |  | **2.10** |")
     (tmp_path / "cpu-avx2.json").write_text(json.dumps(results | {"cases": cases, "quick": True}))
     with error_naming(UsageError, "cpu-avx2.json", "--quick"):
         tables.insert("cpu", tmp_path)

@@ -2,10 +2,10 @@
 
 torch's builds for x86 multiply float32 matrices by Intel's MKL, which leaves AVX-512 unused on processors of other
 makers. oneDNN, which is in the same builds and multiplies bfloat16 there, uses it: about twice as fast on an AMD EPYC
-with units of the whole width, a tenth faster on family 25 (howto/speed.md). `aten::mm` and `aten::addmm` of the CPU are
-replaced for the process, so linear layers, losses and their gradients gain without a change to any model. Whether this
-is done follows from the processor alone, never from a measurement, so a run that is resumed on the same machine
-multiplies in the same order.
+with 512-bit units, a tenth faster at most on family 25 (Zen 4), which has 256-bit ones. `aten::mm` and `aten::addmm` of
+the CPU are replaced for the process, so linear layers, losses and their gradients gain without a change to any model.
+Whether this is done follows from the processor alone, never from a measurement, so a run that is resumed on the same
+machine multiplies in the same order.
 
 Left out: batched products (for attention: `attention`), other types, and packing of the weights
 beforehand, which gains a tenth more where few rows are multiplied, but a copy of the weights would have to follow each

@@ -75,7 +75,7 @@ class EpisodeArgs(Args):
     env: str | None = flag(None, excludes=NOT_YET)
     """Environment to act in over several turns, by name or `package.module:Class`; its reward is named `env`."""
     tools: list[str] = flag([], unique=True, excludes=NOT_YET, show="rarely")
-    """Tools that the policy may call, one or several: `calculator`, `python`, or functions `package.module:name`."""
+    """Tools that the policy may call: `calculator`, `python`, or functions `package.module:name` without state."""
     mcp: str | None = flag(None, excludes={**NOT_YET, "env": ..., "tools": ...}, show="rarely")
     """Server of the Model Context Protocol whose tools the policy may call: its command, or its address."""
     env_options: list[str] = flag([], split=pairs, needs="env", show="rarely")
