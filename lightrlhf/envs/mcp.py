@@ -15,7 +15,6 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import shutil
 import subprocess
 from collections import Counter
 from collections.abc import Iterator
@@ -23,6 +22,7 @@ from contextlib import suppress
 from typing import Any
 
 from lightrlhf.cli.errors import UsageError, first_line
+from lightrlhf.cli.groups.agents import check_mcp
 from lightrlhf.envs.tool_env import WrongCall, arguments_of, error_text, result_message
 from lightrlhf.generation.episode_env import Answer, Json, Message
 
@@ -43,6 +43,7 @@ class McpEnv:
 
     def __init__(self, server: str) -> None:
         self.server = server
+        check_mcp(server, "--mcp")
         try:
             self.session = Session(server)
             self.tools = self.session.tools()
@@ -162,10 +163,7 @@ class Pipes:
         environment = {name: value for name, value in os.environ.items() if name not in (USERS_PATH, "PYTHONHASHSEED")}
         environment["PYTHONPATH"] = os.environ.get(USERS_PATH, os.environ.get("PYTHONPATH", ""))
         streams: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "encoding": "utf-8"}
-        words = shlex.split(command)
-        if not words or shutil.which(words[0]) is None:
-            raise FileNotFoundError("there is no such command; give one that starts a server, or an address, http://…")
-        self.process = subprocess.Popen(words, env=environment, **streams)
+        self.process = subprocess.Popen(shlex.split(command), env=environment, **streams)
 
     def send(self, message: Json) -> Iterator[Json]:
         """Write a message; returns those that the server writes from now on."""

@@ -203,6 +203,8 @@ def test_grpo_refuses_a_wrong_environment_before_it_loads_a_model(cafe_data, cap
     assert "--env ches is unknown; give guess_number" in refused(capsys, grpo.main, *flags)
     with error_naming(UsageError, "--tools no_such_module:add cannot be imported"):
         grpo.train(GRPOArgs(tools=["no_such_module:add"], model_name="m", data_dir=str(cafe_data)), reward=len)
+    with error_naming(UsageError, "--mcp no-such-command --all: there is no such command"):
+        grpo.train(GRPOArgs(mcp="no-such-command --all", model_name="m", data_dir=str(cafe_data)), reward=len)
 
 
 def test_data_of_another_program_is_not_written_over(flags, tmp_path, capsys):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -63,6 +65,19 @@ def check_tool(name: str, flag: str) -> None:
         raise UsageError(f"{flag} {name} is unknown; give {', '.join(TOOLS)} or a function such as my_tools.py:add")
 
 
+def check_mcp(server: str, flag: str) -> None:
+    """Raises: UsageError when a server is neither an address nor a command that is found."""
+    if server.startswith(("http://", "https://")):
+        return
+    remedy = "give a command that starts a server, or an address, http://…"
+    try:
+        words = shlex.split(server)
+    except ValueError as problem:
+        raise UsageError(f"{flag} {server}: {problem}; {remedy}") from None
+    if not words or shutil.which(words[0]) is None:
+        raise UsageError(f"{flag} {server}: there is no such command; {remedy}")
+
+
 def names_episodes(words: Sequence[str]) -> bool:
     """Whether words of a command line say where episodes are played."""
     return any(word.partition("=")[0] in ("--env", "--tools", "--mcp") for word in words)
@@ -109,6 +124,8 @@ class EpisodeArgs(Args):
             check_env(self.env, "--env")
         for name in self.tools:
             check_tool(name, "--tools")
+        if self.mcp:
+            check_mcp(self.mcp, "--mcp")
 
     @property
     def plays_episodes(self) -> bool:
