@@ -30,7 +30,7 @@ def test_repeated_rows_are_the_rows_in_turn(stage, tmp_path):
     assert found.facts()[:2] == small.facts()[:2] and found.digest() != small.digest()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_each_part_is_measured_and_shown(tmp_path, capsys):
     results = tmp_path / "scale.json"
     scale.main(["--rows", "200", "--turns", "1", "--folder", str(tmp_path), "--results_file", str(results)])

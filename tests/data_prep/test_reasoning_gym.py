@@ -208,7 +208,7 @@ def test_entries_keep_tuples_only_where_the_scorer_needs_them():
     }
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_every_task_of_the_package_can_be_written(tmp_path, tokenizer):
     """All 105 tasks; five state no answer, so they have prompts alone."""
     words = ("--num_samples=2", "--test_percentage=0", "--validation_percentage=0", "--max_length=60000")

@@ -337,7 +337,7 @@ def test_the_switches_run_and_resume(tmp_path, capsys):
     assert read_jsonl(tmp_path / "results.jsonl") == rows
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_sampling_on_a_server_is_compared_with_the_local_engine(tmp_path, capsys):
     folder = ["--output_dir", str(tmp_path), "--seeds", "1", "--arms", "local", "own", "--smoke", "True"]
     rollout_servers.main(folder)

@@ -112,7 +112,7 @@ def test_reasoning_runs_and_a_second_call_runs_nothing_again(tmp_path, monkeypat
     assert real_reasoning.main(flags) == claims
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_an_adapter_is_distilled_and_a_second_call_runs_nothing_again(tmp_path, monkeypatch):
     pytest.importorskip("reasoning_gym")
     flags = [*TINY, "--output_dir", str(tmp_path), "--seeds", "7"]

@@ -73,7 +73,7 @@ def test_a_hint_is_compared_with_grpo_and_the_base(hinted, held):
     assert claims == {"chain_sum: hint > GRPO": held, "chain_sum: hint > base": True}
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_hints_run_and_a_second_call_runs_nothing_again(tmp_path, monkeypatch):
     flags = ["--output_dir", str(tmp_path), "--smoke", "True", "--tasks", "chain_sum", "--seeds", "7"]
     claims = hinted_reasoning.main(flags)
