@@ -222,11 +222,13 @@ def update_minibatch(run: Run[DistillArgs], model: nn.Module, lesson: Lesson, mi
 def log_first(run: Run[DistillArgs], model: nn.Module, teacher: nn.Module, rollout: Rollout) -> None:
     """Log the first samples of a step where metrics are logged: their scores are minus the KL of the response, their
     advantages minus the KL of each token."""
-    if number := num_logged(run, len(rollout)):
+    number = num_logged(run, len(rollout))  # 0 except on the first rank
+    if run.ranks.total(number):  # then all ranks, which may hold a part of each weight, run the models
         with writing_rollouts(run):
             part = rollout.select(rollout.group.argsort(stable=True)[:number])
             kl = action_values(run, model, teacher, part)[..., VALUES.index("kl")]  # (b, T-1)
-            append_rollouts(run, rollout_rows(part, number, -kl.sum(1), advantages=-kl))
+            if number:
+                append_rollouts(run, rollout_rows(part, number, -kl.sum(1), advantages=-kl))
 
 
 def length_metrics(run: Run[DistillArgs], rollout: Rollout) -> Metrics:

@@ -26,7 +26,9 @@ class Drift:
         run.checkpoints.others.append(lambda: {"drift": dict(self.first)})
 
     def watch(self, metrics: Mapping[str, float]) -> Metrics:
-        """`drift/warning`: how many of the figures are far from the first step's."""
+        """`drift/warning`: how many of the figures are far from the first step's; nothing on demonstrations."""
+        if "completions/mean_length" not in metrics:
+            return {}
         names = ("completions/mean_length", "completions/truncated_ratio", "completions/repetition", "teacher/surprise")
         now = {name: metrics[name] for name in names if name in metrics}
         for name, value in now.items():
@@ -35,13 +37,13 @@ class Drift:
         for kind in found.keys() - self.told:
             self.run.print0(f"warning: step {self.run.step + 1}: {found[kind]}")
         self.told |= found.keys()
-        return {"drift/warning": float(len(found))} if now else {}
+        return {"drift/warning": float(len(found))}
 
     def _found(self, now: Mapping[str, float]) -> dict[str, str]:
         """What is far from the first step, in words."""
         found = {}
         change = {name: value - self.first[name] for name, value in now.items()}
-        length = now.get("completions/mean_length", 0.0)
+        length = now["completions/mean_length"]
         grew = length > LONGER * self.first.get("completions/mean_length", length)
         if grew and change["completions/truncated_ratio"] > MORE_TRUNCATED:
             found["length"] = f"responses have grown to {length:.0f} tokens, and more of them are truncated; read them"

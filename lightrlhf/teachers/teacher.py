@@ -183,18 +183,18 @@ class Teachers(nn.Module):
         number = cast(Seen, seen).teacher
         assert number is not None
         number = number.cpu()
-        own = [seen.select((number == i).nonzero()[:, 0].to(seen.input_ids.device)) for i in range(len(self.policies))]
-        found = [cast(Policy, one).logits_of(part) if len(part) else None for one, part in zip(self.policies, own)]
+        asked = number.unique().tolist() or [0]  # without rows one of them, which knows the width V
+        rows_of = {i: (number == i).nonzero()[:, 0].to(seen.input_ids.device) for i in asked}
+        found = {i: cast(Policy, self.policies[i]).logits_of(seen.select(rows)) for i, rows in rows_of.items()}
         of_action = number[seen.action_mask.cpu().nonzero()[:, 0]]  # (N,)
 
         def logits(rows: slice) -> Tensor:
             start, stop, _ = rows.indices(len(of_action))
             parts = []
-            for i, function in enumerate(found):
+            for i, function in found.items():
                 here = (of_action[start:stop] == i).nonzero()[:, 0]
-                if function is not None and len(here):
-                    before = int((of_action[:start] == i).sum())
-                    parts.append((here, function(slice(before, before + len(here)))))
+                before = int((of_action[:start] == i).sum())
+                parts.append((here, function(slice(before, before + len(here)))))
             out = parts[0][1].new_empty(stop - start, min(part.shape[1] for _, part in parts))  # (n, V)
             for here, part in parts:
                 out[here.to(out.device)] = part[:, : out.shape[1]]
@@ -398,7 +398,7 @@ def add_siblings(args: Any, rollout: Rollout, scores: Tensor) -> tuple[Rollout, 
             (rollout.group == rollout.group[row]) & (torch.arange(len(rollout)) != row), good, -torch.inf
         )
         asked = rollout.columns[row].get(name) if name else prompt
-        if len(others) and float(others.max()) > -torch.inf:
+        if asked and len(others) and float(others.max()) > -torch.inf:
             found[row], asked = 1.0, with_hint(asked, rollout.texts[int(others.argmax())][1])
         columns.append({**rollout.columns[row], SIBLING: asked})
     return dataclasses.replace(rollout, columns=columns), found

@@ -157,6 +157,9 @@ def test_the_best_other_response_of_a_group_is_shown_to_the_teacher(tokenizer):
     hints = [columns[SIBLING] for columns in shown.columns]
     assert hints[0] == hints[1] == with_hint(prompt, texts[2]) and hints[2] == with_hint(prompt, texts[0])
     assert hints[3] == prompt and "We do, sir." in hints[0]
+    bare, _ = add_siblings(args, dataclasses.replace(rollout, columns=[{}] * 4), torch.ones(4))
+    with pytest.raises(RunFailure, match="--privileged_column asked: prompt 0"):
+        seen_by_teacher(args, dataclasses.replace(bare, row=torch.arange(4)))
     seen = seen_by_teacher(args, shown)
     assert seen.input_ids[3, : len(ids[0])].tolist() == ids[0] and torch.equal(
         seen.action_mask.sum(1), rollout.action_mask.sum(1)

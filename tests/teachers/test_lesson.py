@@ -195,6 +195,9 @@ def test_each_row_has_its_own_of_several_teachers():
             ids = torch.tensor([prompts[row] + responses[row]])
             whole = teachers[number].model(ids).logits[0, len(prompts[row]) - 1 : -1]
             expected.append(whole.log_softmax(-1))
+        silent = seen.extend(Seen, teacher=seen.teacher, action_mask=torch.zeros_like(seen.action_mask))
+        for one in (silent, seen.select(torch.arange(0))):  # as where no response has a score, or on a rank with less
+            assert Teachers(teachers).logits_of(one)(slice(0, 9)).shape == (0, found.shape[1])
     assert torch.allclose(found, torch.cat(expected), atol=1e-5)
     run = run_of(estimator="top_k", teacher_top_k=2)
     run.args.__dict__["rollout_mini_batch_size"] = 3
@@ -291,7 +294,7 @@ def test_drift_from_the_first_step_is_told_once():
     assert run.checkpoints.others[0]() == {"drift": first}
     again = SimpleNamespace(**vars(run) | {"resumed": {"extra": {"drift": first}}})
     assert Drift(again).watch(far) == {"drift/warning": 3.0}
-    assert drift.watch({"train/loss": 1.0}) == {}  # a step on demonstrations
+    assert drift.watch({"train/loss": 1.0, "teacher/surprise": 9.0}) == {}  # a step on demonstrations
     shrinking = Drift(run)
     for length, warnings in ((10.0, 0.0), (5.0, 0.0), (4.0, 1.0)):  # half of the first is not told
         assert shrinking.watch({"completions/mean_length": length}) == {"drift/warning": warnings}
