@@ -79,7 +79,6 @@ OWN = {  # of one program, after those
         "--max_new_tokens",
         "1",
     ],
-    "lightrlhf.generate_episodes": ["--min_reward", "0"],
     "lightrlhf.evaluate_env": ["--num_samples", "4"],
     "lightrlhf.evaluate_dialogues": ["--num_samples", "4"],
 }
