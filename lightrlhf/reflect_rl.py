@@ -391,7 +391,7 @@ def update_minibatch(
     losses = torch.zeros(2, device=run.device)  # of policy and critic
     sums: dict[str, Tensor] = {}
     counts: dict[str, int] = {}
-    micros = batch.by_length(args.micro_batch_size)
+    micros = run.ranks.pad_passes(batch.by_length(args.micro_batch_size), num_models=1 + (critic is not None))
     for i, rows in enumerate(micros):
         micro, more = batch.select(rows).to(run.device), i + 1 < len(micros)
         with run.accumulate(actor, enabled=more):

@@ -212,7 +212,7 @@ class Policy(Role):
         input_ids, attention_mask, action_mask = input_ids.cpu(), attention_mask.cpu(), action_mask.cpu()
         group = None if group is None else group.cpu()
         if not len(input_ids):
-            ids, mask, actions = _dummy_batch(input_ids)
+            ids, mask, actions = dummy_batch(input_ids)
             if function is None:
                 found = self.forward(ids, mask, actions, temperature, with_entropy, with_mean)
                 return found.map(lambda row: row[:0])
@@ -278,7 +278,7 @@ class Policy(Role):
         """
         inputs = policy_inputs(batch)
         if not len(batch):
-            inputs = dict(zip(inputs, _dummy_batch(batch.input_ids)))
+            inputs = dict(zip(inputs, dummy_batch(batch.input_ids)))
         with torch.no_grad(), self.active():
             states, head = self._states(**inputs)
 
@@ -339,7 +339,7 @@ class ScalarModel(Role):
         input_ids, attention_mask = input_ids.cpu(), attention_mask.cpu()
         group = None if group is None else group.cpu()
         if not len(input_ids):
-            return self.forward(*_dummy_batch(input_ids)[:2])[:0]
+            return self.forward(*dummy_batch(input_ids)[:2])[:0]
         inputs, packed = self._inputs(input_ids, attention_mask, group)
         with self.active():
             hidden = self._base(inputs).last_hidden_state
@@ -402,7 +402,7 @@ def _of_none(function: LogitFunction) -> LogitFunction:
     return of_none
 
 
-def _dummy_batch(empty_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def dummy_batch(empty_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Ids, mask and action mask of one row without actions, with which a rank without rows joins the collectives."""
     ids = empty_ids.new_zeros(1, 2)
     return ids, ids == 0, ids[:, 1:] == 0

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from lightrlhf.models.forward import model_inputs
 from lightrlhf.models.loading import new_head
-from lightrlhf.models.roles import Policy
+from lightrlhf.models.roles import Policy, dummy_batch
 
 
 class ValueHead(nn.Module):
@@ -24,6 +24,8 @@ class ValueHead(nn.Module):
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """(B, T) ids and mask -> (B, T) values."""
+        if not len(input_ids):
+            return self.forward(*dummy_batch(input_ids)[:2])[:0]
         with torch.no_grad(), self.policy.active():
             inputs = model_inputs(self.policy.model, input_ids, attention_mask)
             hidden = self.policy.model.base_model(**inputs).last_hidden_state

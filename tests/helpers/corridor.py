@@ -74,6 +74,14 @@ class LoggedCorridor(Corridor):
         return super().reset(seed=seed, options=options)
 
 
+class LopsidedCorridor(Corridor):
+    """A corridor whose episodes take one step on the first rank and three on the second."""
+
+    def step(self, action):
+        text, reward, _, _, info = super().step(action)
+        return text, reward, False, len(self.history) > 2 * int(os.environ["LOCAL_RANK"]), info
+
+
 def corridor_tokenizer():
     """Words of the corridor's texts, the line break and single characters."""
     from tokenizers import Regex, Tokenizer, models, pre_tokenizers

@@ -27,3 +27,10 @@ def test_values_are_the_head_times_the_last_hidden_states():
     expected = hidden[0].detach() @ critic.score.weight[0].detach()
     found = critic(ids, torch.ones_like(ids, dtype=torch.bool))[0].detach()
     assert torch.allclose(found, expected, atol=1e-6) and not torch.equal(found, torch.zeros(4))
+
+
+def test_a_pass_without_rows_has_a_gradient_of_zero():
+    critic = ValueHead(tiny_policy("llama"), 0)
+    values = critic(torch.zeros(0, 2, dtype=torch.int64), torch.zeros(0, 2, dtype=torch.bool))
+    values.sum().backward()
+    assert len(values) == 0 and not critic.score.weight.grad.any()

@@ -13,6 +13,7 @@ import pytest
 import torch
 from helpers import CPU, RunOfOneStep, assert_same_gradients, last_checkpoint, metrics, run_program, weights
 from helpers.errors import error_naming, refused
+from helpers.killed import pair, wait_for_pair
 from helpers.programs import assert_resumes
 
 pytest.importorskip("gymnasium", reason="needs pip install -e '.[envs]'")
@@ -22,6 +23,7 @@ from helpers.corridor import STARTS, WAYS, Corridor, corridor_tokenizer, save_co
 from lightrlhf import reflect_rl
 from lightrlhf.cli.errors import StopTraining, UsageError
 from lightrlhf.cli.groups import ModelArgs
+from lightrlhf.cli.patience import RANK
 from lightrlhf.data.batch import response_batch
 from lightrlhf.envs.agents import ModelAgent
 from lightrlhf.envs.episodes import Decision, Episode, decision_batch, play
@@ -284,6 +286,14 @@ def test_two_ranks_share_the_episodes(policy_dir, reflector_dir, tmp_path, monke
     assert len(one) == len(two) == 8
     (experiment,) = [path.parent for path in tmp_path.rglob("args.json")]
     assert weights(last_checkpoint(experiment)) != weights(Path(policy_dir))
+
+
+def test_ranks_with_a_critic_may_have_passes_of_different_numbers(policy_dir, tmp_path, monkeypatch):
+    monkeypatch.setenv(RANK, "20")
+    flags = ["--model_name", policy_dir, "--env", "helpers.corridor:LopsidedCorridor", "--use_critic", "True"]
+    flags += ["--rollout_size", "2", "--micro_batch_size", "2", "--max_steps", "3", "--devices", "2"]
+    pids = pair([lambda: train(tmp_path, *flags)] * 2, output := tmp_path / "ranks.txt")
+    assert wait_for_pair(pids) == [0, 0], output.read_text()[-3000:]
 
 
 @pytest.mark.slow
