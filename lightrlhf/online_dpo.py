@@ -176,7 +176,7 @@ def respond(it: Iteration[OnlineDPOArgs], prompts: Sequence[Row]) -> None:
         num_generations=args.num_generations,
         output_file=str(folder / "responses.jsonl"),
         rollout_mini_batch_size=args.rollout_mini_batch_size,
-        seed=args.seed * 1000 + it.number,
+        seed=(args.seed * 1000 + it.number) % 2**32,
         accelerator=args.accelerator,
         devices=devices,
     )
@@ -221,7 +221,7 @@ def first_samples(it: Iteration[OnlineDPOArgs], number: int) -> list[Row]:
 def learn(it: Iteration[OnlineDPOArgs]) -> None:
     """Train from the last policy on the pairs, or by cross-entropy on the best responses; see `train_policy`."""
     args = it.args
-    changes: dict[str, Any] = {"seed": args.seed * 1000 + it.number, "eval_interval": 0}
+    changes: dict[str, Any] = {"seed": (args.seed * 1000 + it.number) % 2**32, "eval_interval": 0}
     if args.training_step == "raft":
         write_best(it.folder, it.tokenizer)
         iterated.train_policy(it, sft.train, sft.SFTArgs, model_name=it.policy, use_targets=True, **changes)

@@ -186,7 +186,8 @@ def _check_resumed(
     if stored.get("program") != program:
         raise UsageError(f"{source} is a run of {stored.get('program')}, not of {program}")
     flags = flags_of(stored)
-    changed = [k for k, v in to_dict(args).items() if k not in FREE and v != flags.get(k)]
+    divided = {"iterations"} if flags.get("prompts_per_iteration", 0) is None else set()  # the prompts, evenly
+    changed = [k for k, v in to_dict(args).items() if k not in {*FREE} - divided and v != flags.get(k)]
     if changed:
         remedy = f"start a new run, or go on as it was by --resume_from {directory} alone"
         raise UsageError(f"{source}: {changed[0]} was {flags.get(changed[0])} there; {remedy}")

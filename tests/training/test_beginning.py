@@ -4,6 +4,7 @@ import copy
 import importlib
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import get_type_hints
 
@@ -255,14 +256,16 @@ def test_programs_in_iterations_compare_rows_and_sources_too(sft_dir, rm_dir, ba
     given = {"sft_experiment_dir": str(start), "rm_experiment_dir": str(scorer), "output_dir": str(tmp_path / "run")}
     args = OnlineDPOArgs(**given, accelerator="cpu")
 
-    def opened(rows=(1, 2)):
-        return open_directory(args, "online_dpo", "a/b", "2 prompts", rows=rows)
+    def opened(rows=(1, 2), **flags):
+        return open_directory(replace(args, **flags), "online_dpo", "a/b", "2 prompts", rows=rows)
 
     began = opened()
     sft.main(["--resume_from", str(start), "--max_steps", "3"])  # the run keeps to the policy that it began with
     assert opened() == began == (tmp_path / "run", str(start / "checkpoint-000002"))
     with error_naming(UsageError, "is 2 rows", "was 2 rows"):
         opened(rows=(2, 1))
+    with error_naming(UsageError, "iterations was 3 there"):  # each with a third of the prompts
+        opened(iterations=4)
     rm.main(["--resume_from", str(scorer), "--max_steps", "3"])
     with error_naming(UsageError, "--rm_experiment_dir", "checkpoint-000002"):
         opened()
