@@ -194,7 +194,8 @@ class EnvPool:
         if worker.episode is None:
             raise UsageError(f"{self.spec.flag}: {value[1].removeprefix('introduce: ')}")
         episode, result = worker.episode, READERS[kind](value)
-        is_last = kind in ("score", "fault") or (kind == "answer" and result.stop_reason in LOST.values())
+        is_lost = kind == "answer" and result.done and result.stop_reason in LOST.values()
+        is_last = is_lost or kind in ("score", "fault")
         if is_last or self.is_stateless:
             self._release(worker)
         self._tell(episode, result, is_last)

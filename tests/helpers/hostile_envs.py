@@ -252,7 +252,8 @@ class Own:
 
     def step(self, reply):
         wrong = {"none": None, "tuple": ("a", 1.0), "messages": Answer(["a"]), "count": Answer(counts={"a": object()})}
-        return wrong.get(reply["content"], Answer([{"role": "user", "content": "go on"}]))
+        on = Answer([{"role": "user", "content": "go on"}], stop_reason="env_timeout")  # which counts where `done`
+        return wrong.get(reply["content"], on)
 
     def finish(self, stop_reason):
         return {"answer": 1.0, "turns": 0.25}.get(stop_reason)
