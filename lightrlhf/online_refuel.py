@@ -192,7 +192,7 @@ def make_pairs(
     """A pair from each dialogue of this rank, and metrics over all ranks.
 
     R = s - init_kl_coeff (S_old - S_ref) at turn h, whitened over both sides and all ranks if requested. A pair without
-    two valid scores is kept with rewards 0, so that ranks stay in step.
+    two valid scores is left out, so ranks may have different numbers of pairs, or none.
     """
     args, device = run.args, run.device
     turns = [random.Random(f"{args.seed} {run.step} {row.index}").randrange(row.num_turns) for row in rows]
@@ -221,7 +221,8 @@ def make_pairs(
     num_valid, score_sum, reward_sum, kl_sum, num_sides, num_cut, num_tokens = totals
     served = {} if sampler.served is None else sampler.served.metrics
     gap = {name: served[name] for name in GAP if name in served}
-    return refuel.Pairs(pair_rows, rewards, old_logps), gap | {
+    kept = valid[0].nonzero()[:, 0].tolist()
+    return refuel.Pairs(pair_rows, rewards, old_logps).select(kept), gap | {
         "objective/score": score_sum / num_valid if num_valid else math.nan,
         "objective/reward": reward_sum / num_valid if num_valid else math.nan,
         "objective/kl": kl_sum / num_sides,

@@ -207,17 +207,17 @@ def score_old(run: Run[RefuelArgs], start: Start[Policy, Row], num_steps: int) -
 
 # --------------------------------------------------------------------------------------------------------- learning
 def train_step(run: Run[Any], model: nn.Module, pairs: Pairs, pad_id: int) -> Metrics:
-    """One optimiser step on the pairs of all ranks, `pairs` being this rank's; returns their metrics."""
+    """One optimiser step on the pairs of all ranks, `pairs` being this rank's; returns their metrics, NaN of none."""
     sums = torch.zeros(6, device=run.device)
     total = run.ranks.total(len(pairs.rows))
-    micros = run.ranks.pad_passes(micro_batch_indices(pairs.rows, run.args.micro_batch_size))
+    micros = run.ranks.pad_passes(micro_batch_indices(pairs.rows, run.args.micro_batch_size) or [[]])
     for i, index in enumerate(micros):
         micro = pairs.select(index)
         batch = dialogue_pair_batch(micro.rows, pad_id).to(run.device)
         with run.accumulate(model, enabled=i + 1 < len(micros)):
             logps = scoring.sequence_logps(model, batch, run.args.temperature)  # (2b,)
             losses, micro_sums = pair_losses(run.args, logps, micro)
-            run.backward(losses.sum() / total, batch.on_host.row)
+            run.backward(losses.sum() / max(total, 1.0), batch.on_host.row)
         sums += micro_sums
     metrics = mean_metrics("train/", (run.ranks.sum(sums) / total).tolist())
     return {**metrics, "train/grad_norm": run.optimize("policy")}

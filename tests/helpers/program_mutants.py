@@ -102,7 +102,7 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
         ("mix_seed(run.step, i))", "mix_seed(run.step, 0))"),
         ("truncated = [dialogue.truncated[h] for", "truncated = [dialogue.truncated[-1] for"),
         ("scoring.score_shard(run, reference,", "scoring.score_shard(run, sampler.model,"),
-        ("refuel.Pairs(pair_rows, rewards, old_logps), gap", "refuel.Pairs(pair_rows, rewards, old_logps - kl), gap"),
+        ("refuel.Pairs(pair_rows, rewards, old_logps).", "refuel.Pairs(pair_rows, rewards, old_logps - kl)."),
         ("len(order) * part // parts : len(order) * (part + 1) // parts]", "len(order) * part // parts :]"),
         (".randrange(row.num_turns) for row", ".randrange(1) for row"),
     ],

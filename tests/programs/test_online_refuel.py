@@ -1,5 +1,6 @@
 """Online REFUEL: pairs share the data's prefix, rewards are what the flags say, a resumed run ends the same."""
 
+import math
 import shutil
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import torch
 from helpers import CPU, RunOfOneStep, last_checkpoint, metrics, tiny_policy, weights
 from safetensors.torch import load_file
 
-from lightrlhf import online_refuel
+from lightrlhf import online_refuel, refuel
 from lightrlhf.generation.dialogues import load_dialogues
 from lightrlhf.generation.users import recorded_user
 from lightrlhf.models.tokenizer import load_tokenizer
@@ -115,17 +116,21 @@ def test_pairs_share_the_datas_prefix_and_whitened_rewards_have_mean_0(talk_data
     assert any(pair["chosen_input_ids"] != pair["rejected_input_ids"] for pair in pairs.rows)
 
 
-def test_a_pair_without_two_scores_has_no_reward_and_is_not_whitened(talk_data, tokenizer):
+def test_a_pair_without_two_scores_is_neither_whitened_nor_trained_on(talk_data, tokenizer):
     """Of eight pairs one lacks a score of one side, and one both; ends are so frequent that few turns are cut."""
     scores = [None, None, *(i / 2 for i in range(6)), 3.0, None, *(-float(i) for i in range(6))]
     given = {"whiten_rewards": True, "penalty_reward_value": 0.0, "eos_ids": [*range(2, 500)]}
-    *_, pairs, row = make_pairs(talk_data, tokenizer, lambda groups: [[score] for score in scores], **given)
+    policy, *_, rows, pairs, row = make_pairs(talk_data, tokenizer, lambda _: [[score] for score in scores], **given)
     assert row["completions/truncated_ratio"] == 0 and row["objective/valid_ratio"] == 6 / 8
-    assert (pairs.rewards[:, :2] == 0).all()
+    assert [pair["row"] for pair in pairs.rows] == [one.index for one in rows[2:]]
     kept = torch.tensor([scores[2:8], scores[10:]])
     expected = (kept - kept.mean()) / kept.std(correction=0)
-    assert torch.allclose(pairs.rewards[:, 2:], expected, atol=1e-5)
+    assert torch.allclose(pairs.rewards, expected, atol=1e-5)
     assert row["objective/score"] == pytest.approx(float(kept.mean()))
+    run = RunOfOneStep(OnlineRefuelArgs(data_dir="data", model_name="tiny", accelerator="cpu"), policy=policy)
+    metrics = refuel.train_step(run, policy, pairs.select([]), pad_id=0)  # of ranks that have no pair
+    assert math.isnan(metrics["train/loss"])
+    assert not any(gradient.any() for gradient in run.gradients["policy"].values())
 
 
 @pytest.mark.slow
