@@ -1,7 +1,7 @@
 """Our own runs: steps of `rollouts.jsonl`, and what `metrics.jsonl` and the checkpoints must agree on.
 
-Left out: advantages and losses where not all rows of a step are logged, of PPO's macro actions, and of episodes; end
-tokens of runs with tools or several turns.
+Left out: advantages and losses where not all rows of a step are logged, of PPO's macro actions, and of episodes, but
+for GRPO's advantages in groups whose episodes are a row each; end tokens of runs with tools or several turns.
 """
 
 from __future__ import annotations
@@ -90,14 +90,16 @@ def read_run(directory: str) -> list[Step]:
 def _step(rows: list[dict[str, Any]], run: Run, number: int) -> Step:
     """One step: ids, masks, scores and groups, and advantages where they are made of the logged rows alone."""
     args, size = run.args, run.args.get("num_generations") or 1
+    of_agents = any(args.get(name) for name in OF_AGENTS)
     members = Counter(row["group"] for row in rows)
-    kept = [row for row in rows if members[row["group"]] == size]
+    apart = {row["group"] for row in rows if of_agents and not _is_whole_episode(row)}
+    kept = [row for row in rows if members[row["group"]] == size and row["group"] not in apart]
     whole, by_gae = is_whole(args, rows), _gae(run, rows, number)
     kinds = {*ADVANTAGES} - ({"none"} if whole else {"none", "batch_std"})
     is_of_groups = args.get("program") == "grpo" and args.get("advantage") in kinds
-    changed = CHANGED + (PENALTIES if any(args.get(name) for name in OF_AGENTS) else ())
+    changed = CHANGED + (PENALTIES if of_agents else ())
     is_plain = is_of_groups and not any(args.get(name) for name in changed)
-    is_plain = is_plain and bool(kept) and all(row["advantages"] for row in kept)
+    is_plain = is_plain and bool(kept) and all(row["advantages"] and None not in row["advantages"] for row in kept)
     config = {"method": args.get("program"), "digits": DIGITS, "temperature": args.get("temperature")}
     config |= {name: args.get(name) for name in ("top_p", "top_k", "min_p")}
     sizes, made = [0.0], []
@@ -119,12 +121,18 @@ def _step(rows: list[dict[str, Any]], run: Run, number: int) -> Step:
         _without_kl(made, coeff, size / (size - 1) if args["advantage"] == "rloo" and size > 1 else 1.0)
         config["advantage_error"] = (2.0 + coeff) * 10.0 ** (1 - DIGITS) * max(sizes) if coeff else 0.0
     config["mask_truncated"] = bool(args.get("overlong_filter"))
-    ends = [] if any(args.get(name) for name in OF_AGENTS) else run.ends  # templates end turns that were cut
+    ends = [] if of_agents else run.ends  # templates end turns that were cut
     config |= {"eos_token_id": ends or None} | ({"advantage": args["advantage"]} if is_plain else {})
     if by_gae:
         config |= {"advantage": "gae", "gamma": args["gae_gamma"], "lambd": args["gae_lambd"]}
         config["kl_coeff"] = run.metrics[number]["objective/kl_coeff"]
     return from_rows(made, config, f"step {number}")
+
+
+def _is_whole_episode(row: Mapping[str, Any]) -> bool:
+    """Whether a row is an episode; one whose facts were too large to be logged may have other rows."""
+    facts = (row.get("columns") or {}).get("episode") or {}
+    return bool(facts.get("rows") == 1)
 
 
 def is_whole(args: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> bool:

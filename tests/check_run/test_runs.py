@@ -13,6 +13,7 @@ from helpers.tiny_runs import TinyRuns
 from safetensors.torch import load_file, save_file
 
 from lightrlhf import check_run
+from lightrlhf.checks.runs import read_run
 from lightrlhf.programs import TRAINING
 
 PROGRAMS = ("sft", "dpo", "kto", "ppo", "grpo", "distill")
@@ -64,6 +65,38 @@ def test_a_run_of_agents_has_no_fault(tmp_path):
     flags = {"env": "guess_number", "env_options": ["turns=3"], "env_workers": 2, "save_interval": 1, "log_rollouts": 6}
     found = verdicts_of(trained(KEEPS, tmp_path, init_kl_coeff=0.1, **flags))
     assert "wrong" not in {one.says for one in found}
+
+
+def logged(folder, rows, **args):
+    """An experiment dir of a step of GRPO with `rows` (group, score, advantage, rows of the episode)."""
+    folder.mkdir()
+    args = {"program": "grpo", "num_generations": 3, "advantage": "mean", "kl_placement": "loss"} | args
+    (folder / "args.json").write_text(json.dumps(args | {"init_kl_coeff": 0.0, "log_interval": 2}))
+    made = []
+    for number, (group, score, advantage, count) in enumerate(rows):
+        row = {"step": 1, "group": group, "prompt_ids": [1], "response_ids": [number, 5], "mask": [1, 1]}
+        row |= {"score": score, "advantages": [advantage] * 2, "truncated": False}
+        row |= dict.fromkeys(("log_ratio", "values")) | {"columns": count and {"episode": {"rows": count}}}
+        made.append(json.dumps(row) + "\n")
+    (folder / "rollouts.jsonl").write_text("".join(made))
+    (found,) = (one for one in check_run.check_steps(read_run(str(folder))) if one.name == "advantages")
+    return found
+
+
+def test_groups_of_which_episodes_may_be_cut_off_are_not_judged(tmp_path):
+    high, low = (1.0, 0.66667), (0.0, -0.33333)
+    whole = [(0, *high, 1), (0, *low, 1), (0, *low, 1)]
+    cut = [(1, *high, 2), (1, *high, 2), (1, *low, 1)]  # and another episode of the group
+    assert logged(tmp_path / "a", whole + cut, env="search").says == "right"
+    assert logged(tmp_path / "b", cut, env="search").says == "cannot tell"
+    unknown = [(*row[:3], None) for row in cut]
+    assert logged(tmp_path / "c", unknown, env="search").says == "cannot tell"
+    assert logged(tmp_path / "d", [*whole[:2], (0, *high, 1)], env="search").says == "wrong"
+
+
+def test_advantages_that_are_not_finite_are_not_judged(tmp_path):
+    rows = [(0, 1.0, None, None), (0, 0.0, -0.33333, None), (0, 0.0, -0.33333, None)]
+    assert logged(tmp_path / "run", rows).says == "cannot tell"
 
 
 def without_end(row):
