@@ -25,6 +25,7 @@ from lightrlhf.storage.run_dir import is_experiment_dir, read_args, read_metrics
 
 Curves = Mapping[str, Sequence[float]]
 LEAST = 12  # rows, three in each quarter
+LEAST_OF_HALVES = 32  # rows, four in each quarter of a half
 NAMES = {  # ours, and TRL's
     "score": ("objective/score", "reward"),
     "kl": ("objective/kl", "kl"),
@@ -131,7 +132,7 @@ def _finite(curves: Curves) -> Verdict:
 
 def _runs_away(curves: Curves) -> Verdict:
     """Wrong where the KL grows faster from quarter to quarter, and the reward no longer rises."""
-    if lacks := _lacks(curves, "growth", "kl", "score"):
+    if lacks := _lacks(curves, "growth", "kl", "score", least=LEAST_OF_HALVES):
         return lacks
     values, half = curves["kl"], len(curves["score"]) // 2
     size = len(values) // 4
@@ -212,13 +213,13 @@ def _loss(curves: Curves) -> Verdict:
     return Verdict("loss", RIGHT, evidence=evidence)
 
 
-def _lacks(curves: Curves, name: str, *needs: str) -> Verdict | None:
+def _lacks(curves: Curves, name: str, *needs: str, least: int = LEAST) -> Verdict | None:
     """A verdict where curves are missing or short."""
     missing = [" or ".join(NAMES[one]) for one in needs if one not in curves]
     if missing:
         return Verdict(name, CANNOT_TELL, evidence=f"needs {', '.join(missing)}")
-    short = [one for one in needs if len(curves[one]) < LEAST]
-    return Verdict(name, CANNOT_TELL, evidence=f"needs {LEAST} rows of {short[0]}") if short else None
+    short = [one for one in needs if len(curves[one]) < least]
+    return Verdict(name, CANNOT_TELL, evidence=f"needs {least} rows of {short[0]}") if short else None
 
 
 def change(values: Sequence[float]) -> tuple[int, str]:

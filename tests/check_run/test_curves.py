@@ -78,6 +78,14 @@ def test_curves_that_are_missing_or_short_are_named(tmp_path):
     assert change([0, 0.1, 0] * 4)[0] == 0
 
 
+def test_a_reward_that_rises_in_few_rows_is_not_said_to_stay():
+    for number in range(12, 32):
+        score = [i / number + 0.02 * (i * 7 % 5 - 2) for i in range(number)]
+        kl = [2 ** (8 * i / number) + 1e-3 * (i % 2) for i in range(number)]
+        found = {one.name: one for one in diagnose({"kl": kl, "score": score})}
+        assert found["growth"].says == "cannot tell" and "32 rows" in found["growth"].evidence
+
+
 def test_a_loss_of_0_is_said_to_be_right(tmp_path):
     found = {one.name: one for one in write(tmp_path / "run", CLEAN, 0)}
     assert found["loss"].says == "right" and "look at the reward" in found["loss"].evidence
