@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lightrlhf.checks.data_faults import FAULTS, OPEN, Found, faults_of_text, id_faults, pair_faults, with_prompt
+from lightrlhf.checks.data_faults import FAULTS, OPEN, faults_of_text, id_faults, pair_faults, with_prompt
 from lightrlhf.checks.data_rows import Item, Text, runs_of, without_padding
 from lightrlhf.checks.template_marks import Headers, Marks, entries_of, headers_in
 from lightrlhf.checks.verdicts import CANNOT_TELL, RIGHT, WRONG, Verdict
@@ -69,10 +69,12 @@ class Tally:
         self.splits.add(item.split)
         texts = [without_padding(text, self.marks.pad, self.marks.ends) for text in item.texts]
         item = item._replace(texts=tuple(texts))
-        wrong = [found for text in texts for found in id_faults(text, self.marks)]
+        wrong = [
+            (found.fault, f"id {text.ids[found.place]}") for text in texts for found in id_faults(text, self.marks)
+        ]
         if wrong or not all(len(text.ids) for text in texts):
-            for found in wrong or [Found("no trained token")]:
-                self.count(found.fault, First(item.source, f"id {texts[0].ids.max()}" if wrong else ""))
+            for fault, shown in wrong or [("no trained token", "")]:
+                self.count(fault, First(item.source, shown))
             return
         entries = [entries_of(self.tokenizer, text.ids.tolist()) for text in texts]
         headers = [headers_in(one, self.marks) for one in entries]

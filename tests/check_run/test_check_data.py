@@ -15,6 +15,9 @@ from datasets_prep.formats import to_row
 from datasets_prep.generic.prepare_data import main as prepare_mine
 from lightrlhf.check_data import CheckDataArgs, main, run
 from lightrlhf.checks.data_faults import FAULTS
+from lightrlhf.checks.data_rows import Item, Text
+from lightrlhf.checks.data_tally import Tally
+from lightrlhf.checks.template_marks import Marks
 
 WHOLE = {"validation_percentage": 0, "test_percentage": 0, "shuffle": False}
 HELD_OUT = 2  # the last rows are the validation split
@@ -326,6 +329,15 @@ def test_faults_that_the_preparation_was_asked_for_are_no_alarm(tmp_path):
     verdicts = run(CheckDataArgs(data=str(tmp_path / "mine")))
     said = {one.name: one.says for one in verdicts}
     assert "wrong" not in said.values() and (said["mask"], said["duplicates"]) == ("cannot tell", "cannot tell")
+
+
+def test_an_id_beyond_the_vocabulary_is_shown_from_the_side_that_has_it():
+    tally = Tally(None, Marks(size=10))
+    for number, chosen in enumerate(([1, 2], [])):
+        sides = (Text.of_spans(ids, [(0, len(ids))]) for ids in (chosen, [3, 99, 5]))
+        tally.add(Item("preference", tuple(sides), f"row {number}", "train"))
+    assert tally.counts == {"ids beyond the vocabulary": 2}
+    assert tally.firsts["ids beyond the vocabulary"] == ("row 0", "id 99")
 
 
 def test_what_cannot_be_read_is_told(tmp_path, capsys):
