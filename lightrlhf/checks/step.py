@@ -375,15 +375,34 @@ def _check_row(row: Any, where: str) -> None:
     if not isinstance(row, dict):
         raise UsageError(f"{where} must be an object, not a {type(row).__name__}")
     for key, value in row.items():
-        each = value if isinstance(value, list) and key not in OF_ROWS else [value]
+        is_one = key in OF_ROWS and key != "rewards"
+        each = value if isinstance(value, list) and not is_one else [value]
         if not all(one is None or isinstance(one, int | float) for one in each):
-            raise UsageError(f"{where}: {key} must be {'a number' if key in OF_ROWS else 'numbers'}")
+            raise UsageError(f"{where}: {key} must be {'a number' if is_one else 'numbers'}")
+
+
+def _joined(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows whose prompt and response are apart, each as one text; others as they are."""
+    parts = [[row.get(key) or [] for key in PARTS] for row in rows]
+    names = {key for row in rows for key in row}
+    are_lists = all(isinstance(one, list) for row in parts for one in row)
+    if "input_ids" in names or "completion_ids" not in names or not are_lists:
+        return rows
+    made = []
+    for row, (prompt, response, mask) in zip(rows, parts):
+        mask = [int(bool(one)) for one in mask] or [1] * len(prompt)
+        one = {} if "attention_mask" in row else {"attention_mask": mask + [1] * len(response), "prompt_len": sum(mask)}
+        rest = {key: value for key, value in row.items() if key not in PARTS}
+        made.append(one | rest | {"input_ids": prompt + response})
+    return made
 
 
 def from_rows(rows: list[dict[str, Any]], other: Mapping[str, Any], name: str) -> Step:
     """A step of rows of lists and numbers; within a row a shorter list belongs to its last tokens."""
+    rows = _joined(rows)
     names = dict.fromkeys(key for row in rows for key in row)
-    lengths = [max((len(value) for value in row.values() if isinstance(value, list)), default=0) for row in rows]
+    of_tokens = [[one for key, one in row.items() if isinstance(one, list) and key != "rewards"] for row in rows]
+    lengths = [max(map(len, lists), default=0) for lists in of_tokens]
     width = max(lengths, default=0)
     arrays: dict[str, Any] = {}
     for key in names:
@@ -392,7 +411,10 @@ def from_rows(rows: list[dict[str, Any]], other: Mapping[str, Any], name: str) -
         if len(lists) > 1:
             raise UsageError(f"{name}: {key} must be a list in all rows, or in none")
         if key == "rewards" or True not in lists:
-            arrays[key] = np.array([np.nan if value is None else value for value in values], dtype=np.float64)
+            try:
+                arrays[key] = np.array([np.nan if value is None else value for value in values], dtype=np.float64)
+            except ValueError:
+                raise UsageError(f"{name}: {key} must have as many numbers in each row, null for none") from None
             continue
         table = np.full((len(rows), width), _filler(key))
         for row, (value, length) in enumerate(zip(values, lengths)):

@@ -9,6 +9,7 @@ from helpers.steps import EOS, PROMPT, RESPONSE, float32, pair_step, policy_step
 
 from lightrlhf.check_run import check_steps
 from lightrlhf.checks.step import Step, from_rows, read_steps
+from lightrlhf.checks.weights import texts_of
 from lightrlhf.maths import ops, policy_losses
 
 
@@ -35,6 +36,26 @@ def test_labels_that_rows_of_other_lengths_lack_are_not_trained(tmp_path):
     assert from_rows(rows, {}, "rows").mask().tolist() == [[False, False, True, True], [False, True, True, False]]
     np.savez(tmp_path / "step.npz", input_ids=[[3, 4, 5]], labels=[[-100, 5]], config=json.dumps({}))
     assert read_steps(str(tmp_path / "step.npz"))[0].mask().tolist() == [[False, False, True]]
+
+
+def test_rows_of_prompts_and_responses_of_other_lengths_are_whole_texts(tmp_path):
+    rows = [{"prompt_ids": [3, 4, 5], "completion_ids": [6, EOS], "loss_mask": [1, 1]}]
+    rows += [{"prompt_ids": [0, 7], "prompt_mask": [0, 1], "completion_ids": [8, 9, EOS], "loss_mask": [1, 1, 1]}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (step,) = read_steps(str(tmp_path))
+    assert [(one.ids, one.places) for one in texts_of(step, 50)] == [
+        ([3, 4, 5, 6, EOS], [3, 4]),
+        ([7, 8, 9, EOS], [1, 2, 3]),
+    ]
+    assert step.responses().equal(step.mask()) and "wrong" not in {one.says for one in verdicts_of(step).values()}
+    (own,) = from_rows([rows[1] | {"attention_mask": [0, 1, 1, 1, 1]}], {}, "rows").attended()
+    assert own.tolist() == [False, True, True, True, True]
+
+
+def test_rewards_of_several_functions_are_read_in_rows():
+    rows = [{"input_ids": [3, EOS], "rewards": one} for one in ([1.0, 0.5, 0.0], [None, 2.0, None], [None] * 3)]
+    step = from_rows(rows, {"reward_weights": [1, 2, 3]}, "rows")
+    assert step.scores().nan_to_num(-1).tolist() == [2, 4, -1] and step.width == 2
 
 
 @pytest.mark.parametrize("made", [policy_step(first_pass=True), sft_step()])

@@ -73,8 +73,9 @@ def test_settings_that_are_no_object_are_refused(tmp_path, capsys, config):
     assert "step.npz" in refused(capsys, check_run.main, tmp_path / "step.npz")
 
 
-ROWS = ['{"input_ids": "abc"}', '{"input_ids": [[1]]}', '{"rewards": [1, 2]}', "[1]", '{"input_ids": ["a"]}']
-ROWS += ['{"input_ids": [1]}\n{"input_ids": 1}', "{"]
+ROWS = ['{"input_ids": "abc"}', '{"input_ids": [[1]]}', '{"group": [1, 2]}', "[1]", '{"input_ids": ["a"]}']
+ROWS += ['{"input_ids": [1]}\n{"input_ids": 1}', "{", '{"rewards": [1]}\n{"rewards": [1, 2]}']
+ROWS += ['{"prompt_ids": 1, "completion_ids": [1]}', '{"rewards": null}\n{"rewards": [1, 2]}']
 
 
 @pytest.mark.parametrize("rows", ROWS)
