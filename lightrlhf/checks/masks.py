@@ -34,7 +34,7 @@ def check_mask(step: Step) -> Verdict:
     found: list[Fault] = [("padding trained", padding, ("a mask made before padding", "labels of padding not -100"))]
     if "response_mask" in step or "prompt_len" in step:
         found = _borders(trained, step.responses(), attended) + found
-    if step.config.get("eos_token_id") is not None:
+    if step.config.get("eos_token_id") not in (None, []):
         found += _ends(step, trained, attended)
     if step.config.get("bos_token_id") is not None:
         start = (step.whole("input_ids") == step.config["bos_token_id"]) & attended

@@ -58,6 +58,11 @@ def test_rewards_of_several_functions_are_read_in_rows():
     assert step.scores().nan_to_num(-1).tolist() == [2, 4, -1] and step.width == 2
 
 
+def test_end_tokens_that_are_none_are_not_missed():
+    arrays, config = sft_step()
+    assert "mask" not in faults_of(arrays | {"truncated": np.zeros(16)}, config | {"eos_token_id": []})
+
+
 @pytest.mark.parametrize("made", [policy_step(first_pass=True), sft_step()])
 def test_sums_of_rows_cannot_tell_what_tokens_are_needed_for(made):
     arrays, config = made
