@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lightrlhf.checks.fitting import ROUNDINGS, Formula, Known, fits, judge
-from lightrlhf.checks.step import Missing, Step
+from lightrlhf.checks.step import UNITS, Missing, Step
 from lightrlhf.checks.verdicts import RIGHT, WRONG, Verdict
 from lightrlhf.maths import groups, ops
 
@@ -21,30 +21,30 @@ def check_advantages(step: Step) -> Verdict:
     if "given_advantages" in step and "rewards" not in step:
         return check_kept(step)
     step.need("advantages", "rewards", "group")
-    found, scores, group = row_advantages(step), step.scores(), step.whole("group")
+    (found, is_known), scores, group = row_advantages(step), step.scores(), step.whole("group")
     if step.config.get("kl_placement") == "reward" and step.config.get("kl_coeff"):
         raise Missing("a way to tell the KL in the rewards from a baseline; give token_rewards instead")
     expected = step.config.get("advantage")
     if expected not in (None, *groups.ADVANTAGES):
         raise Missing(f"a formula for advantage {expected}")
-    scored, added = ~scores.isnan(), float(step.config.get("advantage_error") or 0.0)
+    scored, added = ~scores.isnan(), torch.where(is_known, step.config.get("advantage_error") or 0.0, torch.inf)
     if bool((found[~scored] != 0).any()):
         row = int((~scored & (found != 0)).nonzero()[0])
-        zeros = of_groups(scores.nan_to_num(), group, step.unit, added)
+        zeros = of_groups(step, scores.nan_to_num(), group, added)
         as_zero = [name for name, one in zeros.items() if fits(found, one)]
         fault = "unscored rows taken as 0" if as_zero else "unscored rows have an advantage"
         return Verdict("advantages", WRONG, fault, f"row {row} has no reward and advantage {float(found[row]):.6g}")
-    meant = of_groups(scores, group, step.unit, added)
+    meant = of_groups(step, scores, group, added)
     near = (name for sign in (1, -1) for name, one in meant.items() if fits(sign * found, one))
     kind = expected or next(near, "std")
-    faults = faults_of(step, kind, found, scores, group)
+    faults = faults_of(step, kind, found, scores, group, added)
     return judge("advantages", found, Known(meant, faults), [expected] if expected else [], "advantage")
 
 
 def check_kept(step: Step) -> Verdict:
     """Advantages of a pass are those that its rows got when they were sampled."""
-    found, given = row_advantages(step), step.get("given_advantages")
-    other = (found != given).nonzero()[:, 0].tolist()
+    (found, is_known), given = row_advantages(step), step.get("given_advantages")
+    other = (is_known & (found != given)).nonzero()[:, 0].tolist()
     if not other:
         return Verdict("advantages", RIGHT, evidence="as when the rows were sampled")
     row = other[0]
@@ -58,23 +58,27 @@ def check_kept(step: Step) -> Verdict:
     return Verdict("advantages", WRONG, fault, evidence, causes, "advantages")
 
 
-def row_advantages(step: Step) -> Tensor:
-    """The advantage of each row, (B,). Raises: Missing where the tokens of a row differ."""
+def row_advantages(step: Step) -> tuple[Tensor, Tensor]:
+    """The advantage of each row, and whether it is known: of tokens a row without a trained one has none; (B,) each.
+
+    Raises: Missing where the tokens of a row differ.
+    """
     values = step.get("advantages")
     if values.ndim == 1:
-        return values
+        return values, torch.ones_like(values, dtype=torch.bool)
     trained = step.mask()
+    is_known = trained.any(1)
     low, high = (torch.where(trained, values, far).aminmax(dim=1) for far in (torch.inf, -torch.inf))
-    row = torch.where(trained.any(1), high.max, 0.0)
-    if not bool((trained.any(1) & (high.max - low.min > 0)).any()):
-        return row
-    raise Missing("one advantage a row: its tokens differ; for GAE give values and token_rewards")
+    if bool(is_known.any()) and not bool((is_known & (high.max - low.min > 0)).any()):
+        return torch.where(is_known, high.max, 0.0), is_known
+    raise Missing("trained tokens, all of a row with one advantage; for GAE give values and token_rewards")
 
 
-def of_groups(scores: Tensor, group: Tensor, unit: float, added: float = 0.0) -> dict[str, Formula]:
+def of_groups(step: Step, scores: Tensor, group: Tensor, added: Tensor) -> dict[str, Formula]:
     """Each known kind, with the error of its rounding, of what is added to a deviation, and `added` to advantages."""
     moments = groups.group_moments(scores, group, int(group.max()) + 1)
-    error = ROUNDINGS * unit * float(scores.nan_to_num().abs().max())
+    error = ROUNDINGS * step.unit * float(scores.nan_to_num().abs().max())
+    is_zero = has_exact_zeros(step, scores, moments)
     found = {}
     for name, estimator in groups.ADVANTAGES.items():
         values = groups.group_advantages(scores, moments, estimator)
@@ -84,17 +88,28 @@ def of_groups(scores: Tensor, group: Tensor, unit: float, added: float = 0.0) ->
             bound = (error * (1 + values.abs()) + EPS * values.abs()) / deviation
         elif name == "maxrl":
             bound = (error * (1 + values.abs()) + EPS * values.abs()) / (moments.mean.abs() + groups.EPS)
-        found[name] = Formula(values, bound + added)
+        found[name] = Formula(values, torch.where(is_zero & (name != "none"), 0.0, bound) + added)
     return found
 
 
-def faults_of(step: Step, kind: str, found: Tensor, scores: Tensor, group: Tensor) -> dict[str, Formula]:
+def has_exact_zeros(step: Step, scores: Tensor, moments: groups.Moments) -> Tensor:
+    """Where the scores of a group are equal and its mean is their number, however float32 sums and divides: (B,) bool.
+
+    Others, such as seven times 0.7, and scores that a log rounded, keep the bound of a deviation of 0.
+    """
+    size, odd = moments.size, moments.size - (moments.size + 1) % 2  # an odd multiple has the most digits
+    by_factor = (size * scores).float() * (1 / size).float()  # as CUDA divides
+    is_exact = ((odd * scores).float() == odd * scores) & (by_factor == scores) & (size > 1) & (moments.std == 0)
+    weighted = {*(step.config.get("reward_weights") or [])} - {1}
+    return is_exact & (step.unit <= UNITS["float32"] and not weighted)
+
+
+def faults_of(step: Step, kind: str, found: Tensor, scores: Tensor, group: Tensor, added: Tensor) -> dict[str, Formula]:
     """What known faults make of the kind of advantage that was meant, by name."""
-    unit, rows = step.unit, torch.arange(len(scores))
-    added = float(step.config.get("advantage_error") or 0.0)
+    rows = torch.arange(len(scores))
 
     def of(group: Tensor, scores: Tensor = scores, kind: str = kind) -> Formula:
-        return of_groups(scores, group.unique(return_inverse=True)[1], unit, added)[kind]
+        return of_groups(step, scores, group.unique(return_inverse=True)[1], added)[kind]
 
     right, faults = of(group), {}
     size = step.config.get("num_generations") or int((group == group[0]).sum())
@@ -109,7 +124,8 @@ def faults_of(step: Step, kind: str, found: Tensor, scores: Tensor, group: Tenso
         faults[f"baseline of the batch, {other}"] = of(torch.zeros_like(group), kind=other)
     centre = of(torch.zeros_like(group), kind="mean").values
     deviation = groups.group_moments(scores, group, int(group.max()) + 1).std + groups.EPS
-    faults["mean of the batch, std of the group"] = Formula(centre / deviation, right.error.max() + EPS / deviation)
+    largest = right.error.nan_to_num(posinf=0.0).max()
+    faults["mean of the batch, std of the group"] = Formula(centre / deviation, largest + EPS / deviation + added)
     faults["groups of consecutive rows"] = of(rows // size)
     faults["groups interleaved"] = of(rows % max(len(scores) // size, 1))
     for number in (n for n in range(2, len(scores)) if len(scores) % n == 0 and n != size):

@@ -8,7 +8,8 @@ import torch
 from helpers.steps import EOS, PROMPT, RESPONSE, float32, pair_step, policy_step, sft_step
 
 from lightrlhf.check_run import check_steps
-from lightrlhf.checks.step import Step, from_rows, read_steps
+from lightrlhf.checks.advantages import check_advantages
+from lightrlhf.checks.step import Missing, Step, from_rows, read_steps
 from lightrlhf.checks.weights import texts_of
 from lightrlhf.maths import ops, policy_losses
 
@@ -61,6 +62,41 @@ def test_rewards_of_several_functions_are_read_in_rows():
 def test_end_tokens_that_are_none_are_not_missed():
     arrays, config = sft_step()
     assert "mask" not in faults_of(arrays | {"truncated": np.zeros(16)}, config | {"eos_token_id": []})
+
+
+@pytest.mark.parametrize("kind", ["std", None])
+def test_a_row_without_a_trained_token_is_in_the_baseline_alone(kind):
+    arrays, config = policy_step()
+    arrays["loss_mask"] = arrays["loss_mask"] & (np.arange(16) != 5)[:, None]
+    by_row, config["advantage"] = arrays["advantages"], kind
+    arrays["advantages"] = by_row[:, None] * arrays["loss_mask"]
+    assert check_advantages(Step(arrays, config)).says == "right"
+    other = [
+        check_advantages(Step(arrays | {"advantages": scale * arrays["advantages"]}, config)) for scale in (-1, 0.9)
+    ]
+    assert [one.fault for one in other] == ["sign", "scaled by 0.9"]
+    del arrays["rewards"]
+    arrays["given_advantages"] = np.where(np.arange(16) == 5, 7.0, by_row)
+    assert check_advantages(Step(arrays, config)).says == "right"
+    with pytest.raises(Missing):
+        check_advantages(Step(arrays | {"loss_mask": arrays["loss_mask"] & False}, config))
+
+
+@pytest.mark.parametrize("advantage, score", [("std", 3), ("batch_std", 3), ("maxrl", 0)])
+def test_equal_scores_give_no_advantage(advantage, score):
+    settings = {"num_generations": 5, "advantage": advantage}
+    scores = np.repeat([3, score, 3, 3], 5).astype(np.float32)
+    arrays = {"rewards": scores, "advantages": np.zeros(20, np.float32)}
+    assert faults_of(arrays, settings) == {}
+    arrays["advantages"][5:7] = 0.3, -0.3
+    assert "advantages" in faults_of(arrays, settings)
+    assert faults_of(arrays, settings | {"digits": 5}) == {}  # the log may have rounded scores that differ
+
+
+def test_the_mean_of_equal_scores_may_be_rounded():
+    rounded = np.full(14, 2.0**-24 / 1e-6, np.float32)  # (r - mean) / (0 + 1e-6), a mean of seven times 0.7 in float32
+    arrays = {"rewards": np.full(14, 0.7, np.float32), "advantages": rounded}
+    assert faults_of(arrays, {"num_generations": 7, "advantage": "std"}) == {}
 
 
 @pytest.mark.parametrize("made", [policy_step(first_pass=True), sft_step()])
