@@ -46,7 +46,7 @@ from lightrlhf.models.given import load_start
 from lightrlhf.models.roles import Policy, policy_inputs
 from lightrlhf.teachers.drift import Drift
 from lightrlhf.teachers.lesson import VALUES, Lesson, TaughtBatch, action_values, make_teacher, present, teach
-from lightrlhf.training.rollout_log import append_rollouts, log_samples, num_logged, rollout_rows, writing_rollouts
+from lightrlhf.training.rollout_log import append_rollouts, log_samples, num_due, rollout_rows, writing_rollouts
 from lightrlhf.training.run import Metrics, OnStep, Run
 from lightrlhf.training.start import begin, check_prompts
 
@@ -222,13 +222,12 @@ def update_minibatch(run: Run[DistillArgs], model: nn.Module, lesson: Lesson, mi
 def log_first(run: Run[DistillArgs], model: nn.Module, teacher: nn.Module, rollout: Rollout) -> None:
     """Log the first samples of a step where metrics are logged: their scores are minus the KL of the response, their
     advantages minus the KL of each token."""
-    number = num_logged(run, len(rollout))  # 0 except on the first rank
-    if run.ranks.total(number):  # then all ranks, which may hold a part of each weight, run the models
-        with writing_rollouts(run):
+    if number := num_due(run):
+        with writing_rollouts(run):  # all ranks run the models, for each may hold a part of the weights
             part = rollout.select(rollout.group.argsort(stable=True)[:number])
             kl = action_values(run, model, teacher, part)[..., VALUES.index("kl")]  # (b, T-1)
-            if number:
-                append_rollouts(run, rollout_rows(part, number, -kl.sum(1), advantages=-kl))
+            if run.ranks.is_first:
+                append_rollouts(run, rollout_rows(part, len(part), -kl.sum(1), advantages=-kl))
 
 
 def length_metrics(run: Run[DistillArgs], rollout: Rollout) -> Metrics:

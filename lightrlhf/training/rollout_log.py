@@ -109,11 +109,15 @@ def rollout_rows(
     ]
 
 
+def num_due(run: Run[Any]) -> int:
+    """How many samples of the step that follows `run.step` the first rank logs, of as many; equal on all ranks."""
+    is_due = run.step == 0 or (run.step + 1) % run.args.log_interval == 0
+    return (1 if run.dry else run.args.log_rollouts) if is_due else 0
+
+
 def num_logged(run: Run[Any], num_samples: int) -> int:
     """How many of this rank's samples of the step that follows `run.step` are logged."""
-    is_due = run.ranks.is_first and (run.step == 0 or (run.step + 1) % run.args.log_interval == 0)
-    wanted = 1 if is_due and run.dry else run.args.log_rollouts
-    return min(wanted, num_samples) if is_due else 0
+    return min(num_due(run), num_samples) if run.ranks.is_first else 0
 
 
 def append_rollouts(run: Run[Any], rows: Sequence[Row]) -> None:

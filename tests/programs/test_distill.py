@@ -237,13 +237,17 @@ def test_a_micro_batch_without_rows_has_no_gradient(student, teacher):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("strategy", "objective"), [("ddp", "position"), ("ddp", "sequence"), ("fsdp", "sequence")])
-def test_two_ranks_equal_one_at_the_same_global_batch(strategy, objective, runs, tmp_path):
+@pytest.mark.parametrize(
+    ("strategy", "objective", "split"),
+    [("ddp", "position", 1), ("ddp", "sequence", 1), ("fsdp", "sequence", 1), ("fsdp", "sequence", 2)],
+)
+def test_two_ranks_equal_one_at_the_same_global_batch(strategy, objective, split, runs, tmp_path):
     """A group of three responses lies on both ranks, whose rows are of other widths."""
     more = ["--objective", objective, "--num_generations", "3", "--max_new_tokens", "8", "--optimizer_eps", "1e-2"]
     more += ["--micro_batch_size", "1", "--lr_warmup_steps", "0", "--max_steps", "3", "--disable_dropout", "True"]
     one = main(runs.flags("distill", tmp_path / "one", *more, "--rollout_size", "2", "--mini_batch_size", "6"))
-    ranks = ["--rollout_size", "1", "--mini_batch_size", "3", "--devices", "2", "--strategy", strategy]
+    ranks = ["--rollout_size", split, "--mini_batch_size", 3 * split, "--devices", 2, "--strategy", strategy]
+    ranks += ["--tensor_parallel", split]
     run_program("lightrlhf.distill", *runs.flags("distill", tmp_path / "two", *more, *ranks))
     (args,) = (tmp_path / "two").rglob("args.json")
     for row, other in zip(metrics(one), metrics(args.parent), strict=True):
