@@ -80,7 +80,7 @@ class EvaluateArgs(responses.ResponseArgs, harnesses.HarnessArgs):
     )
     """JSONL file with `prompt`, `chosen`, `rejected` and `subset`, to rank by reward models or functions."""
     reference_dir: str | None = flag(None, check=check_model_exists)
-    """Reference model for KL and implicit rewards. Default: the initial model of each PPO or DPO experiment."""
+    """Reference model for KL and implicit rewards. Default: the initial model of each experiment but SFT's."""
     rouge: bool = False
     """Compute ROUGE of responses against the demonstrations."""
 
@@ -275,7 +275,7 @@ def on_pairs(
 def reference_of(args: EvaluateArgs, name: str) -> tuple[str | None, str]:
     """Reference model of an experiment's KL and implicit rewards, None if it has none, and the flag for errors."""
     reference = args.reference_dir or read_arg(name, "ref_model") or read_arg(name, "sft_experiment_dir")
-    started = read_arg(name, "model_name") if read_arg(name, "program") in ("dpo", "kto") else None
+    started = read_arg(name, "model_name") if read_arg(name, "program") != "sft" else None
     if reference is None and started not in (None, "tiny"):
         return started, "--model_name"
     return reference, "--reference_dir"

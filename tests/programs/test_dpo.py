@@ -394,7 +394,9 @@ def test_what_evaluation_takes_as_reference(dpo_dir, sft_dir, tmp_path):
     assert reference() == (sft_dir, "--reference_dir")
     assert reference(ref_model="other") == ("other", "--reference_dir")
     assert reference("reference_dir", dpo_dir, ref_model="other") == (dpo_dir, "--reference_dir")
-    assert reference(sft_experiment_dir=None, model_name="hub/name") == ("hub/name", "--model_name")
+    for program in ("dpo", "ppo"):
+        started = reference(sft_experiment_dir=None, model_name="hub/name", program=program)
+        assert started == ("hub/name", "--model_name")
     assert reference(sft_experiment_dir=None, model_name="tiny")[0] is None
     assert reference(sft_experiment_dir=None, model_name="hub/name", program="sft")[0] is None
 
