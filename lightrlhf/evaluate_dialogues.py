@@ -128,7 +128,7 @@ def results_by_turn(scores: Sequence[array[float]], others: Sequence[array[float
         mean = Mean()
         for one, two in zip(ours, theirs):
             mean.add(None if math.isnan(one) or math.isnan(two) else one)
-        results["score_by_turn"].append(mean.total / max(mean.count, 1))
+        results["score_by_turn"].append(mean.total / mean.count if mean.count else math.nan)
         results["win_rate"].append(rate)
         results["win_rate_interval"].append(interval)
         results["count"].append(mean.count)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -238,12 +238,8 @@ def tokenize(it: Iteration[IterativeRefuelArgs]) -> None:
         store_tokenizer(it.tokenizer, folder / "pairs")
     results: Row = {"counts": dict(counts), "rows": {split: len(members) for split, members in by_split.items()}}
     results["reward_queries"] = sum(len(scores[side]) for scores in rewards for side in SIDES)
-    by_turn: dict[int, list[float]] = {}
-    for scores in rewards:
-        for turn, score in enumerate(scores["first"]):
-            by_turn.setdefault(turn, []).append(score)
-    results["score_by_turn"] = [iterated.mean(turn) for turn in by_turn.values()]
-    writing.write_text(folder / "pairs" / "report.json", json.dumps(results, indent=1))
+    results["score_by_turn"] = means_by_turn(scores["first"] for scores in rewards)
+    writing.write_text(folder / "pairs" / "report.json", jsonl.to_json(results, indent=1))
     print(f"{folder / 'pairs'}: {summary}")
 
 
@@ -252,6 +248,13 @@ def train_iteration(it: Iteration[IterativeRefuelArgs]) -> None:
     require_stage(it.folder / "pairs" / "report.json", "tokenize")
     changes = {"seed": batch.mix_seed(it.args.seed, it.number) % 2**31, "model_name": None}
     iterated.train_policy(it, refuel.train, refuel.RefuelArgs, sft_experiment_dir=it.policy, **changes)
+
+
+def means_by_turn(dialogues: Iterable[Sequence[float | None]]) -> list[float]:
+    """Mean valid score after each turn that any of the dialogues has; NaN without one."""
+    rows = list(dialogues)
+    turns = [[row[h] for row in rows if len(row) > h] for h in range(max(map(len, rows), default=0))]
+    return [iterated.mean(score for score in turn if score not in (None, INVALID_REWARD)) for turn in turns]
 
 
 # ------------------------------------------------------------------------------------------------------- evaluation
@@ -276,9 +279,8 @@ def evaluate(
     played = roll_out(policy, it.tokenizer, rows, args.num_turns, user, args, args.seed, slots)
     scores = score_turns(load_scorer(args, reward), played)
     lengths = [end - start for row in played for start, end in row.turn_spans]
-    by_turn = [[turns[h] for turns in scores if len(turns) > h] for h in range(args.num_turns)]
     results = {
-        "score_by_turn": [iterated.mean(score for score in turn if score is not None) for turn in by_turn],
+        "score_by_turn": means_by_turn([*scores, [None] * args.num_turns]),
         "mean_length": iterated.mean(lengths),
         "truncated_ratio": iterated.mean(flag for row in played for flag in row.truncated),
     }
@@ -306,19 +308,25 @@ def report(run: Iterated[IterativeRefuelArgs]) -> Metrics:
     """
     rows = results_of(run.directory)
     metrics = [
-        {
-            "step": row["iteration"],
-            **{f"val/score_turn_{h}": score for h, score in enumerate(row.get("score_by_turn", []), start=1)},
-            **{f"completions/{name}": row[name] for name in ("mean_length", "truncated_ratio") if name in row},
-        }
+        jsonl.finite_metrics(
+            {
+                "step": row["iteration"],
+                **{f"val/score_turn_{h}": score for h, score in enumerate(row.get("score_by_turn", []), start=1)},
+                **{f"completions/{name}": row[name] for name in ("mean_length", "truncated_ratio") if name in row},
+            }
+        )
         for row in rows
     ]
     last = run.write_results(rows, metrics)
     writing.write_text(run.directory / "README.md", card(run.args, run.directory, rows))
     if "score_by_turn" in rows[-1]:
-        scores = " ".join(f"{value:.3f}" for value in rows[-1]["score_by_turn"])
-        print(f"iteration {rows[-1]['iteration']}: score by turn {scores}", flush=True)
+        print(f"iteration {rows[-1]['iteration']}: score by turn {' '.join(score_texts(rows[-1]))}", flush=True)
     return last
+
+
+def score_texts(row: Row) -> list[str]:
+    """The scores by turn of an iteration, - where no dialogue has one."""
+    return ["-" if score is None else f"{score:.3f}" for score in row.get("score_by_turn", [])]
 
 
 def card(args: IterativeRefuelArgs, directory: Path, rows: Sequence[Row]) -> str:
@@ -328,8 +336,7 @@ def card(args: IterativeRefuelArgs, directory: Path, rows: Sequence[Row]) -> str
     table = ["| iteration | " + " | ".join(f"score at turn {h + 1}" for h in range(turns)) + " | reward queries |"]
     table += ["|---" * (turns + 2) + "|"]
     for row in rows:
-        scores = [f"{value:.3f}" for value in row.get("score_by_turn", [])]
-        table += [f"| {row['iteration']} | {' | '.join(scores)} | {row['reward_queries']} |"]
+        table += [f"| {row['iteration']} | {' | '.join(score_texts(row))} | {row['reward_queries']} |"]
     data = run_dir.data_dir_of(str(directory)) or "given dialogues"
     start = model_card.quote(iterated_dir.as_given(args, stored["initial"]))
     summary = f"{start} trained by `lightrlhf.iterative_refuel` on {model_card.quote(data)}."

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -290,6 +291,6 @@ def read_json(path: Path) -> Row:
 
 
 def mean(values: Iterable[float]) -> float:
-    """Mean of numbers; 0 of none."""
+    """Mean of numbers; NaN of none."""
     numbers = [float(value) for value in values]
-    return sum(numbers) / max(len(numbers), 1)
+    return sum(numbers) / len(numbers) if numbers else math.nan

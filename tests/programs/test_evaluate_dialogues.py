@@ -1,6 +1,7 @@
 """lightrlhf.evaluate_dialogues: results by turn, files, errors."""
 
 import json
+import math
 import shutil
 from pathlib import Path
 
@@ -64,6 +65,7 @@ def test_by_turn_ties_count_half_and_missing_scores_do_not_count():
     assert results["win_rate"] == pytest.approx([2.5 / 3, 0.25])
     assert results["win_rate_interval"][1] == wilson_interval(0.5, 2)
     assert results["score_by_turn"] == pytest.approx([4 / 3, 2.5])  # a dialogue that ended counts with its last score
+    assert math.isnan(results_by_turn(by_turn([[None]], 1), by_turn([[1.0]], 1))["score_by_turn"][0])
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,14 @@
 """REFUEL in iterations: turns and pairs are what the flags say, stages leave files that a kill does not change."""
 
 import json
+import math
 import re
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from helpers import CPU, last_checkpoint, reseal, run_killed, weights
+from helpers import CPU, last_checkpoint, metrics, reseal, run_killed, weights
 from helpers.errors import error_naming
 from helpers.rewards import echo, vowels
 from safetensors.torch import load_file
@@ -150,6 +151,19 @@ def test_a_dialogue_without_a_score_is_told_from_one_of_score_0():
     row = line([7, 8, 1], [9, 1])
     scored = iterative_refuel.score_pairs(lambda groups: [[None if i % 2 else 0.0] for i in range(len(groups))], [row])
     assert scored == [{"index": 0, "first": [0.0, INVALID_REWARD], "second": [0.0, INVALID_REWARD]}]
+
+
+def test_a_turn_without_a_score_has_no_mean(finished, tmp_path, capsys):
+    scores = [[1.0, INVALID_REWARD, None], [4.0, 2.0], [INVALID_REWARD]]
+    assert iterative_refuel.means_by_turn(scores)[:2] == [2.5, 2.0]
+    assert math.isnan(iterative_refuel.means_by_turn(scores)[2])
+    run = shutil.copytree(finished, tmp_path / "run", symlinks=True)
+    evaluation = run / "iteration-02" / "evaluation.json"
+    evaluation.write_text(json.dumps(json.loads(evaluation.read_text()) | {"score_by_turn": [0.25, None, 1.5]}))
+    main(["--resume_from", str(run)])
+    assert "score by turn 0.250 - 1.500" in capsys.readouterr().out
+    assert "| 2 | 0.250 | - | 1.500 |" in (run / "README.md").read_text()
+    assert {"val/score_turn_1", "val/score_turn_3"} == {name for name in metrics(run)[-1] if "val/" in name}
 
 
 def test_the_experiment_dir_is_all_the_next_stage_needs(finished, sft_dir, talk_data, tmp_path):
