@@ -184,8 +184,7 @@ def train(
     every_start = [start for pool in pools.values() for start in pool]
     run.order.name_rows("starts", every_start)
     num_steps = run.order.num_steps(every_start, num_starts)
-    if num_steps < len(stages):
-        raise UsageError(f"--max_steps {num_steps} is less than the {len(stages)} stages of the curriculum")
+    check_stages(run, len(stages), num_steps)
     agent = load_agent(run, num_choices(games[0], args), policy, tokenizer)
     reference = run.freeze(agent.policy.reference()) if args.init_kl_coeff else None
     critic = load_critic(args, agent, is_given=policy is not None)
@@ -218,6 +217,14 @@ def train(
         metrics |= gap_metrics(run.ranks, batch, args) | episode_metrics(run, episodes, games[0].levels)
         run.end_step(metrics | {"curriculum/stage": stage_index}, len(batch), measure)
     return run.finish()
+
+
+def check_stages(run: Run[ReflectRLArgs], number: int, num_steps: int) -> None:
+    """Raises: UsageError when steps are too few for the stages, or others than before: a resumed run would go back."""
+    if num_steps < number:
+        raise UsageError(f"--max_steps {num_steps} is less than the {number} stages of the curriculum")
+    if number > 1:
+        run.order.began.fix("steps_of_stages", num_steps, "the number of steps of --stages is", "give that --max_steps")
 
 
 def make_envs(args: ReflectRLArgs, envs: Sequence[TextEnv] | Callable[[], TextEnv] | None) -> Sequence[TextEnv]:

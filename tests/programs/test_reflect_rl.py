@@ -264,12 +264,16 @@ RUNS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
-def test_a_resumed_run_is_the_same_to_the_bit(name, policy_dir, reflector_dir, tmp_path):
+def test_a_resumed_run_is_the_same_to_the_bit(name, policy_dir, reflector_dir, tmp_path, capsys):
     flags = ["--model_name", policy_dir, "--learning_rate", 1e-3, "--save_interval", 2, "--rollout_size", 8]
     flags += [word.replace("long_way", "long way") for word in RUNS[name].split()]
     if "reflector" in name:
         flags += ["--reflect_experiment_dir", reflector_dir]
-    assert_resumes(reflect_rl.main, train(tmp_path, *flags, "--max_steps", 4))
+    run = train(tmp_path, *flags, "--max_steps", 4)
+    assert_resumes(reflect_rl.main, run)
+    if "curriculum" in name:
+        longer = reflect_rl.main, "--resume_from", run, "--max_steps", "12"  # step 5 would be in the first stage
+        assert "--stages" in (told := refused(capsys, *longer)) and "is 12, and was 4" in told
 
 
 @pytest.mark.slow
