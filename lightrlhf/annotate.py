@@ -65,6 +65,8 @@ class AnnotateArgs(RewardArgs, SealArgs, DryRunArgs):
     """Reward model or pair-preference model: experiment dir, checkpoint, or folder of a classifier."""
     rm_chat_template: bool = False
     """Wrap plain-text prompts as user messages of the reward model's chat template."""
+    normalize_rewards: bool = flag(True, show="rarely")
+    """Standardise scores by the mean and deviation stored with the reward model; False for soft labels by it."""
     reward_function: list[str] = flag([], required=None)
     """Reward functions `package.module:name`, one or several, instead of a reward model or in addition."""
     trust_remote_code: bool = flag(False, show="rarely")
@@ -176,6 +178,7 @@ def settings_of(args: AnnotateArgs) -> Row:
     content = seals.sha256(Path(args.responses_file))
     settings = {"rm": model, "responses_sha256": content, "reward_function": args.reward_function}
     new = {name: value for name in ("reward_weights", "reward_timeout") if (value := getattr(args, name))}
+    new |= {} if args.normalize_rewards else {"normalize_rewards": False}
     return settings | {name: getattr(args, name) for name in names} | new
 
 

@@ -73,6 +73,8 @@ class OnlineDPOArgs(dpo.DPOLossArgs, RewardArgs, SamplingArgs, iterated_dir.Iter
     """Responses per prompt (K)."""
     rm_chat_template: bool = flag(False, show="rarely")
     """Wrap plain-text prompts as user messages of the reward model's chat template."""
+    normalize_rewards: bool = flag(True, show="rarely")
+    """Standardise scores by the mean and deviation stored with the reward model; False for soft labels by it."""
     choose_type: Literal["max_random", "max_min", "max_max", "random", "max_min_p"] = "max_min"
     """Pair of a prompt: the best with a random other, the worst or the second; any two; `max_min` after a penalty."""
     length_penalty: float = at_least(0, 0.0, needs={"choose_type": "max_min_p"}, show="rarely")
@@ -191,6 +193,7 @@ def score_and_choose(it: Iteration[OnlineDPOArgs], reward: functions.RewardFunct
         responses_file=str(folder / "responses.jsonl"),
         output_file=str(folder / "rewards.jsonl"),
         rm_chat_template=args.rm_chat_template,
+        normalize_rewards=args.normalize_rewards,
         trust_remote_code=args.trust_remote_code,
         rollout_mini_batch_size=args.rollout_mini_batch_size,
         choose_type=args.choose_type,

@@ -57,15 +57,20 @@ def test_a_functions_rewards_are_added_and_the_columns_reach_it(responses):
     assert [row["responses"] for row in rows] == [RESPONSES] * 2
 
 
-def test_a_reward_model_of_another_tokenizer_scores_the_text_in_its_own_tokens(responses, rm_dir, tokenizer):
+def test_a_reward_model_of_another_tokenizer_scores_the_text_in_its_own_tokens(responses, rm_dir, tokenizer, capsys):
     rows = annotated(responses, "--rm_experiment_dir", rm_dir, "--rollout_mini_batch_size", "3")
+    raw = ["--rm_experiment_dir", rm_dir, "--normalize_rewards", "False"]  # whose differences are log-odds
+    assert "normalize_rewards was None, now False" in refused(
+        capsys, main, "--responses_file", responses, *DEVICE, *raw
+    )
+    logits = annotated(responses, *raw, "--output_file", responses.with_name("logits.jsonl"))
     model = load_scalar(rm_dir, ModelArgs(), tokenizer, 0).eval()
     mean, std = reward_statistics(last_checkpoint(rm_dir))
-    for row in rows:
-        for text, reward in zip(row["responses"], row["rewards"]):
+    for row, own in zip(rows, logits):
+        for text, reward, logit in zip(row["responses"], row["rewards"], own["rewards"]):
             ids = torch.tensor([encode_prompt(tokenizer, row["prompt"]) + encode_response(tokenizer, text)])
             alone = last_token(model(ids, ids >= 0), ids >= 0).item()
-            assert reward == pytest.approx((alone - mean) / std, abs=1e-5)
+            assert reward == pytest.approx((alone - mean) / std, abs=1e-5) and logit == pytest.approx(alone, abs=1e-5)
 
 
 def test_messages_are_rendered_by_the_reward_models_template(tmp_path, rm_dir, tokenizer):

@@ -21,6 +21,7 @@ from lightrlhf.online_dpo import OnlineDPOArgs, main
 from lightrlhf.plot import main as plot
 from lightrlhf.rm import main as rm
 from lightrlhf.storage.jsonl import read_jsonl
+from lightrlhf.training.iterated import Iteration
 
 SIZES = ["--iterations", "2", "--prompts_per_iteration", "8", "--num_generations", "4", "--max_new_tokens", "6"]
 SIZES += ["--eval_prompts", "6", "--mini_batch_size", "4", "--micro_batch_size", "4", "--learning_rate", "1e-3"]
@@ -265,6 +266,15 @@ def test_on_step_adds_metrics_and_a_stopped_run_says_what_is_left(flags, tmp_pat
 
 def test_a_run_with_other_flags_is_not_resumed(finished, capsys):
     assert "beta was 0.1 there" in refused(capsys, main, "--resume_from", finished, "--beta", "0.3")
+
+
+def test_rewards_are_standardised_in_training_as_the_flag_says(flags, cafe_data, tmp_path, monkeypatch):
+    stages = []
+    monkeypatch.setattr(online_dpo.annotate, "run", lambda stage, reward: stages.append(stage))
+    (tmp_path / "responses.jsonl").touch()
+    args = parse(OnlineDPOArgs, [*flags, "--normalize_rewards", "False"])
+    online_dpo.score_and_choose(Iteration(args, 1, tmp_path, "", "", str(cafe_data), None), None)
+    assert not stages[0].normalize_rewards
 
 
 @pytest.mark.slow
