@@ -109,8 +109,8 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
     "online_dpo": [
         ('"ref_model": fixed if is_fixed else None}', '"ref_model": None}'),
         ("fixed = args.ref_model or it.initial", "fixed = args.ref_model or it.policy"),
-        ('"seed": args.seed * 1000 + it.number,', '"seed": args.seed,'),
-        ("        seed=args.seed * 1000 + it.number,", "        seed=args.seed,"),
+        ('"seed": (args.seed * 1000 + it.number) % 2**32,', '"seed": args.seed,'),
+        ("        seed=(args.seed * 1000 + it.number) % 2**32,", "        seed=args.seed,"),
         ("choose_type=args.choose_type,", 'choose_type="max_min",'),
         ("length_penalty=args.length_penalty,", "length_penalty=0.0,"),
         ("if len({reward for reward, _ in valid}) < 2:", "if len({reward for reward, _ in valid}) < 1:"),
