@@ -68,15 +68,21 @@ def run(args: EvaluateDialoguesArgs) -> list[dict[str, Any]]:
     files: dict[str, Path] = {}  # of results, without their suffixes
     for name in args.model_names:
         records, scores, lengths = frame.records_of(args, name), [array("d") for _ in range(args.num_turns)], Mean()
+        lost = 0  # openings
         for dialogues in hold_dialogues(args, name, data_dir, openings, user, device):
             found = talks.score_turns(scorer, dialogues)
+            lost += sum(not turns for turns in found)
             for own, turn in zip(scores, by_turn(found, args.num_turns)):
                 own.extend(turn)
             for start, end in (span for dialogue in dialogues for span in dialogue.turn_spans):
                 lengths.add(end - start)
             records.extend({"scores": turns, **talks.as_row(dialogue)} for turns, dialogue in zip(found, dialogues))
         baseline = baseline or scores
-        results = results_by_turn(scores, baseline) | {"mean_length": lengths.total / lengths.count}
+        mean_length = lengths.total / lengths.count if lengths.count else math.nan
+        results = results_by_turn(scores, baseline) | {"mean_length": mean_length}
+        if lost:
+            results["without_room"] = lost
+            print(f"{lost:,} of {len(openings):,} openings leave {name} no room for a reply and are left out")
         rows.append({"model": short_name(name)} | results)
         if file := frame.write(args, name, f"{args.split}_by_turn", rows[-1], records):
             files[name] = file
@@ -113,7 +119,7 @@ def turn_scorer(args: EvaluateDialoguesArgs, data_dir: str, device: torch.device
 
 def by_turn(scores: Sequence[Sequence[float | None]], num_turns: int) -> list[array[float]]:
     """Scores of dialogues after each turn, NaN where missing; one that ended before a turn has its last score."""
-    last = [[one[min(turn, len(one) - 1)] for one in scores] for turn in range(num_turns)]
+    last = [[one[min(turn, len(one) - 1)] if one else None for one in scores] for turn in range(num_turns)]
     return [array("d", (math.nan if score is None else score for score in turn)) for turn in last]
 
 
@@ -137,11 +143,13 @@ def results_by_turn(scores: Sequence[array[float]], others: Sequence[array[float
 
 # ---------------------------------------------------------------------------------------------------------- results
 def write_turns(folder: Path, records: Iterable[Row], num_turns: int) -> None:
-    """Write `turn-{h}.jsonl`: the opening as prompt, and the dialogue from there to turn h as response."""
+    """Write `turn-{h}.jsonl`: the opening as prompt, and the dialogue from there to turn h as response, if any."""
 
     def rows(turn: int) -> Iterator[Row]:
         for index, record in enumerate(records):
             dialogue = talks.from_row({name: value for name, value in record.items() if name != "scores"}, index, {})
+            if not dialogue.num_turns:  # without room for a reply
+                continue
             opening = dialogue.before(0).messages
             messages = dialogue.through(min(turn, dialogue.num_turns - 1))[len(opening) :]
             text = "\n\n".join(f"{message['role']}: {message['content']}" for message in messages)

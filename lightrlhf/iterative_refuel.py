@@ -279,11 +279,14 @@ def evaluate(
     played = roll_out(policy, it.tokenizer, rows, args.num_turns, user, args, args.seed, slots)
     scores = score_turns(load_scorer(args, reward), played)
     lengths = [end - start for row in played for start, end in row.turn_spans]
-    results = {
+    results: Row = {
         "score_by_turn": means_by_turn([*scores, [None] * args.num_turns]),
         "mean_length": iterated.mean(lengths),
         "truncated_ratio": iterated.mean(flag for row in played for flag in row.truncated),
     }
+    if lost := sum(not turns for turns in scores):
+        results["without_room"] = lost
+        print(f"{lost:,} of {len(rows):,} held-out openings leave no room for a reply and are left out", flush=True)
     records = [{"scores": turns, **as_row(row)} for row, turns in zip(played, scores)]
     jsonl.write_jsonl(it.folder / "evaluation.jsonl", records)
     return results

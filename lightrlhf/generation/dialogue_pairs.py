@@ -86,7 +86,8 @@ def branch(
 
     if args.prefix == "policy":
         prefixes = extend([row.before(0) for row in rows], args.num_turns, 0)
-        turns = [sample_turn(args, row.index, row.num_turns, row.num_turns) for row in prefixes]
+        lengths = [max(row.num_turns, 1) for row in prefixes]  # 0: no room for a reply, which `make_pair` counts
+        turns = [sample_turn(args, row.index, n, n) for row, n in zip(prefixes, lengths)]
         sides = [prefixes]
     else:  # the data's dialogue up to turn h, continued twice
         prefixes, sides = list(rows), []

@@ -83,7 +83,9 @@ class Dialogue:
         return self.messages[: self._position(turn) + 1]
 
     def before(self, turn: int) -> Dialogue:
-        """The dialogue up to the user message that this assistant turn replies to."""
+        """The dialogue up to the user message that this assistant turn replies to; all of one that awaits it."""
+        if turn == self.num_turns:
+            return replace(self, full=False)
         return replace(
             self,
             messages=self.messages[: self._position(turn)],

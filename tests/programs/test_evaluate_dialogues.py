@@ -12,6 +12,7 @@ from helpers.errors import refused
 from datasets_prep.cafe_talk.prepare_data import main as prepare
 from lightrlhf import evaluate, evaluate_dialogues
 from lightrlhf.evaluate_dialogues import by_turn, results_by_turn
+from lightrlhf.generation import dialogues
 from lightrlhf.maths.ops import wilson_interval
 from lightrlhf.storage.jsonl import read_jsonl
 
@@ -66,6 +67,16 @@ def test_by_turn_ties_count_half_and_missing_scores_do_not_count():
     assert results["win_rate_interval"][1] == wilson_interval(0.5, 2)
     assert results["score_by_turn"] == pytest.approx([4 / 3, 2.5])  # a dialogue that ended counts with its last score
     assert math.isnan(results_by_turn(by_turn([[None]], 1), by_turn([[1.0]], 1))["score_by_turn"][0])
+
+
+def test_openings_without_room_for_a_reply_are_left_out(experiment, talk_data, monkeypatch, capsys):
+    openings = sorted(len(row.before(0).input_ids) for row in dialogues.load_dialogues(str(talk_data), "test")[:4])
+    left_out = sum(length > openings[1] for length in openings)
+    monkeypatch.setattr(dialogues, "max_positions", lambda policy: openings[1] + 4)
+    (row,) = evaluate_dialogues.main(["--model_name", experiment, "--data_dir", str(talk_data), *GUEST, *SMALL])
+    assert 0 < left_out == row["without_room"] and row["count"] == [4 - left_out] * 2
+    assert f"{left_out} of 4 openings leave {experiment} no room" in capsys.readouterr().out
+    assert len(read_jsonl(Path(experiment, "eval", "test", "turn-2.jsonl"))) == 4 - left_out
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import CPU, last_checkpoint, metrics, reseal, run_killed, weights
+from helpers import CPU, last_checkpoint, metrics, reseal, run_killed, tiny_policy, weights
 from helpers.errors import error_naming
 from helpers.rewards import echo, vowels
 from safetensors.torch import load_file
@@ -18,10 +18,10 @@ from lightrlhf.cli.errors import StopTraining, UsageError
 from lightrlhf.cli.parser import parse
 from lightrlhf.data.splits import load_split
 from lightrlhf.evaluate import main as evaluate
-from lightrlhf.generation import dialogue_pairs
+from lightrlhf.generation import dialogue_pairs, dialogues
 from lightrlhf.generation.dialogue_pairs import INVALID_REWARD, make_pair, sample_turn
 from lightrlhf.generation.dialogues import load_dialogues
-from lightrlhf.generation.users import ScriptedUser
+from lightrlhf.generation.users import ScriptedUser, recorded_user
 from lightrlhf.iterative_refuel import IterativeRefuelArgs, main
 from lightrlhf.storage.jsonl import read_jsonl
 from lightrlhf.training import iterated
@@ -100,6 +100,20 @@ def test_a_pair_has_the_better_side_as_chosen_and_its_turn_as_mask(talk_data):
     full = line([7, 1], [9, 1], horizon=2)
     full["second"]["full"] = True
     assert make_pair(args, full, good) == "without room for the horizon"
+
+
+def test_an_opening_without_room_for_a_reply_gives_no_pair(talk_data, tokenizer, monkeypatch):
+    policy = tiny_policy("llama", vocab_size=len(tokenizer), pad_token_id=0, eos_token_id=1)
+    rows = load_dialogues(str(talk_data), "train")[:6]
+    openings = [len(row.before(0).input_ids) for row in rows]
+    monkeypatch.setattr(dialogues, "max_positions", lambda policy: sorted(openings)[3] + 5)
+    for turn in ("random", "last"):
+        args = args_of(talk_data, max_new_tokens=5, num_turns=1, turn=turn)
+        lines = dialogue_pairs.branch(args, policy, tokenizer, recorded_user, None, rows)
+        scored = iterative_refuel.score_pairs(lambda groups: [[1.0]] * len(groups), lines)
+        for length, row, scores in zip(openings, lines, scored, strict=True):
+            pair = make_pair(args, row, scores)
+            assert (pair == "without room for the horizon") == (length > sorted(openings)[3])
 
 
 # ---------------------------------------------------------------------------------------------------------- program
