@@ -86,7 +86,7 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
         ("return first_minus_second(logps - old_logps)", "return first_minus_second(logps)"),
         ("return first - second", "return second - first"),
         ("2, run.args.temperature)", "2, 1.0)"),
-        ("run.backward(losses.sum() / total", "run.backward(losses.mean()"),
+        ("losses.sum() / max(total, 1.0),", "losses.mean(),"),
         ("* log_ratio_gap(logps, old_logps)) * sign.abs()", "* log_ratio_gap(logps, old_logps))"),
         ("target = log_ratio_gap(logps, old).detach(), args.eta *", "target = log_ratio_gap(logps, old).detach(), 1 *"),
         ("aligned = (future * target > 0)", "aligned = (future * target < 0)"),
@@ -127,7 +127,7 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
         ("has_collapsed = it.number > 1 and", "has_collapsed = it.number > 2 and"),
         ("sum(len(scores[side]) for scores in rewards for side in SIDES)", 'sum(len(one["first"]) for one in rewards)'),
         ('[row.before(0) for row in rows_of("validation")', '[row.before(1) for row in rows_of("validation")'),
-        ("[turns[h] for turns in scores if len(turns) > h]", "[turns[-1] for turns in scores if len(turns) > h]"),
+        ("[row[h] for row in rows if len(row) > h]", "[row[-1] for row in rows if len(row) > h]"),
         ('queries += pairs["reward_queries"]', 'queries = pairs["reward_queries"]'),
     ],
     "reflect_rl": [
