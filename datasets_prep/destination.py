@@ -16,7 +16,10 @@ from lightrlhf.storage.seals import seal, sealed_files
 from lightrlhf.storage.temporary import remove, temporary_path
 from lightrlhf.storage.writing import make_folder, sync_folder, writing
 
-MUST_AGREE = ("dataset_name", "tokenizer_name", "chat_template", "seed", "split", "columns")
+MUST_AGREE = (
+    *("dataset_name", "dataset_config", "dataset_revision", "columns", "split", "seed"),
+    *("tokenizer_name", "chat_template", "wrap_prompts", "validation_percentage", "test_percentage"),
+)
 
 
 @contextmanager

@@ -219,6 +219,8 @@ def settings_of(args: GenerateArgs, rows: Sequence[Row]) -> Row:
         settings["rollout_engine"] = "rollout_server"  # whose arithmetic differs from the local engine's
     if args.rollout_engine == "local":
         settings["model_name"] = resolve(args.model_name)  # an experiment dir may have a newer checkpoint next time
+    if args.rm_experiment_dir:
+        settings["rm_experiment_dir"] = resolve(args.rm_experiment_dir, "--rm_experiment_dir")
     return {**settings, "num_rows": len(rows), "prompts_sha256": prompts.digest(rows)}
 
 

@@ -86,7 +86,8 @@ QUESTION = """Compare two {answer}s to the same {prompt}.
 {criteria} Neither the order of the two nor their length should count for itself. Give your reason in one or two \
 sentences. Then end with one line: "Verdict: A", "Verdict: B", or "Verdict: tie" if neither is better."""
 REMINDER = 'Your reply had no verdict. Reply with one line: "Verdict: A", "Verdict: B" or "Verdict: tie".'
-VERDICT = re.compile(r"verdict\W{1,6}(A|B|tie)\b", re.IGNORECASE)
+# letters are capitals, for "a" is an article, too: "Verdict: a tie"
+VERDICT = re.compile(r"(?i:verdict)\W{1,6}((?:[Aa] +)?(?i:tie)|[ABb])\b(?!\s*(?:/|and|or)\s*[AB]\b)")
 KEYS = {"1": "first", "2": "second", "3": "tie", "4": "skip"}
 SCORES = {"A": 1.0, "tie": 0.5, "B": 0.0}
 ENOUGH = 20.0  # e-value of a verdict, which is wrong in one of 20 comparisons at most
@@ -142,7 +143,9 @@ class JudgeArgs(RemoteArgs, DryRunArgs):
             raise ValueError("--judge openai needs --base_url, such as http://localhost:8000/v1, and --judge_model")
         if self.judge == "reward" and self.rm_experiment_dir is None:
             raise ValueError("--judge reward needs --rm_experiment_dir")
-        check_output(output_path(self), "--output_file")
+        if (output := output_path(self)).suffix in (".json", ".png"):
+            raise ValueError(f"--output_file {output}: name it .jsonl, for results go to .json and .png beside it")
+        check_output(output, "--output_file")
 
 
 def run(args: JudgeArgs) -> Row | list[str]:
@@ -242,7 +245,7 @@ def question(task: str, pair: Row, swapped: bool) -> str:
 def read_verdict(reply: str) -> str | None:
     """The last verdict of a reply, or the whole reply when it is only A, B or tie."""
     verdicts = VERDICT.findall(reply) or re.findall(r"^\W*(A|B|tie)\W*$", reply, re.IGNORECASE)
-    return {"a": "A", "b": "B", "tie": "tie"}[verdicts[-1].lower()] if verdicts else None
+    return {"a": "A", "b": "B", "tie": "tie"}[verdicts[-1].lower().split()[-1]] if verdicts else None
 
 
 def compare_scores(args: JudgeArgs) -> Work:

@@ -208,7 +208,7 @@ def train(
     num_updates = num_steps * args.ppo_epochs * math.ceil(args.rollout_size / args.mini_batch_size)
     model = run.setup("policy", start.policy, args.actor_learning_rate, num_updates)
     value_model = run.setup("critic", critic, args.critic_learning_rate, num_updates)
-    init_kl = start.resumed.get("kl_coeff", args.init_kl_coeff)
+    init_kl = start.resumed.get("kl_coeff", args.init_kl_coeff) if args.adaptive_kl_coeff else args.init_kl_coeff
     kl_coeff = kl.AdaptiveKL(init_kl, args.target_kl_coeff) if args.adaptive_kl_coeff else kl.FixedKL(init_kl)
     sampler = make_sampler(run, model, reference, start, rewards)
     run.keep(start.policy, start.tokenizer, lambda: {"kl_coeff": kl_coeff.value, **rewards.state()})

@@ -439,7 +439,7 @@ def replay_step(
     if not replay.size:
         return {}
     args = run.args
-    replay.enter(stage.levels)
+    replay.enter([*stage.levels, stage.max_decisions])
     metrics: Metrics = {"replay/size": len(replay.episodes)}
     if replay.episodes:
         order = torch.randperm(len(replay.episodes), generator=run.ranks.generator(run.step, -2)).tolist()

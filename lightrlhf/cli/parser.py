@@ -13,6 +13,7 @@ import json
 import re
 import sys
 from collections.abc import Container, Mapping
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from types import NoneType
@@ -45,7 +46,7 @@ def parse(args_class: type[Args], argv: list[str] | None = None) -> Args:
     flags = declared_flags(args_class)
     try:
         words = _words(args_class, typed)
-        if "resume_from" in flags and (directory := _flag_value(words, "--resume_from")):
+        if "resume_from" in flags and (directory := _run_to_resume(words)):
             parser.set_defaults(_read_stored_args(args_class, directory))
     except UsageError as problem:
         parser.error(str(problem))
@@ -162,6 +163,20 @@ def _flag_value(words: list[str], flag: str) -> str | None:
         if word.startswith(flag + "="):
             return word.partition("=")[2]
     return None
+
+
+def _run_to_resume(words: list[str]) -> str | None:
+    """The last value of `--resume_from`, typed or in the file of a `--config`."""
+    found: str | None = None
+    for before, word in zip(["", *words], words):
+        flag, equals, value = word.partition("=")
+        flag, value = (flag, value) if equals and word.startswith("--") else (before, word)
+        if flag == "--resume_from":
+            found = value
+        elif flag == "--config":
+            with suppress(ValueError):  # arguments in the word itself may be YAML
+                found = json.loads(value).get("resume_from") or found
+    return found
 
 
 def _read_stored_args(args_class: type, directory: str) -> dict[str, Any]:

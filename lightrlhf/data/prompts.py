@@ -22,7 +22,7 @@ from lightrlhf.cli.errors import UsageError
 from lightrlhf.cli.fields import at_least, flag
 from lightrlhf.cli.groups import SealArgs
 from lightrlhf.cli.paths import check_file
-from lightrlhf.data.responses import check_row, is_prompt
+from lightrlhf.data.responses import ROW, check_row, is_prompt
 from lightrlhf.data.splits import check_data_folder, first_answer, load_split
 from lightrlhf.data.tokens import decode, encode_prompt, spelled_control
 from lightrlhf.storage.jsonl import Row, open_jsonl
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 SUBSET_SEED = 1234  # of `--num_prompts`
+OF_RESPONSES = {*ROW} - {"prompt", "prompt_ids", "ref_response", "rejected_response"}  # by another model, perhaps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +46,7 @@ class PromptArgs(SealArgs):
     prompts_from: Literal["prompts", "finetune", "preference"] | None = flag(None, needs="data_dir", show="rarely")
     """Which prompts of `data_dir` to use. Default: `prompts_*.pt` if present, else `finetune_*.pt`."""
     prompts_file: str | None = flag(None, check=check_file, required="prompts", show="first")
-    """JSONL file with a column `prompt` (text or messages), instead of `data_dir`; other columns are kept."""
+    """JSONL file with a column `prompt` (text or messages), instead of `data_dir`; columns but responses are kept."""
     num_prompts: int | None = at_least(1, 2000)
     """Largest number of prompts, a random subset in the order of the data, always the same; `null` takes all."""
 
@@ -84,7 +85,7 @@ def read_prompts(file: str) -> Lazy[Row]:
     def with_prompt(number: int, row: Row) -> Row:
         row = {**row, "prompt": prompt_of(row, f"{file}: row {number}")}
         check_row(number, row, file, (), ("prompt_ids",))
-        return row
+        return {name: value for name, value in row.items() if name not in OF_RESPONSES}
 
     given = open_jsonl(file, each=with_prompt)
     rows = Lazy(given.places, lambda place: with_prompt(place + 1, given[place]))
@@ -139,8 +140,9 @@ def subset(count: int, size: int | None, seed: int) -> Sequence[int]:
 # ------------------------------------------------------------------------------------------------------ ids and texts
 def ids_of_prompt(tokenizer: PreTrainedTokenizerBase, row: Row) -> list[int]:
     """Token ids of a prompt. Raises: UsageError for one that is rendered already, or that the template refuses."""
-    if row.get("prompt_ids"):
-        return list(row["prompt_ids"])
+    ids = row.get("prompt_ids")
+    if ids and ("prompt" not in row or decode(tokenizer, ids) == row["prompt"]):  # else another tokenizer's
+        return list(ids)
     prompt, where = row["prompt"], f"prompt {row['index'] + 1} of --prompts_file"
     if isinstance(prompt, str) and (found := spelled_control(tokenizer, prompt)):
         raise UsageError(f"{where} spells the control token {found}; give messages, which are rendered here")

@@ -113,7 +113,7 @@ class RolloutSampler:
         """Responses to the drawn prompts, numbered as `groups` of the step."""
         rollout = self._generate(*self._draw(drawn, *key), ahead)
         own = self.run.ranks.shard([group for group in groups for _ in range(self.responses)])
-        return dataclasses.replace(rollout, group=torch.tensor(own), num_groups=self._num_groups)
+        return dataclasses.replace(rollout, group=torch.tensor(own, dtype=torch.int64), num_groups=self._num_groups)
 
     # ------------------------------------------------------------------------------------------------- sampling
     def _generate(self, rows: Sequence[Row], noise: Tensor, ahead: Request | None = None) -> Rollout:

@@ -27,16 +27,18 @@ def advantages(
 ) -> Tensor:
     """Advantages of a rollout of episodes by a name of `ADVANTAGES`: (B, T-1), at actions.
 
-    total: (B,) scores, NaN where missing; num_turns: at most, of an episode. A deviation is the whole scores', one a
-    group, so that turns keep their proportions.
+    total: (B,) scores, NaN where missing; num_turns: at most, of an episode. Each group is divided by its largest
+    deviation of a turn, so turns keep their proportions, and equal scores with unequal returns are not divided by 0.
     """
     assert rollout.turn is not None
-    sizes = rollout.group, rollout.num_groups, sum_over_ranks
-    whole = group_moments(rollout.once(total), *sizes)
-    columns = []
-    for values in returns_to_go(rollout, scores, total, num_turns).unbind(1):  # (B,)
-        moments = group_moments(rollout.once(values), *sizes)._replace(std=whole.std, batch_std=whole.batch_std)
-        columns.append(group_advantages(values, moments, ADVANTAGES[name]))
+    returns = returns_to_go(rollout, scores, total, num_turns).unbind(1)  # (B,) each
+    by_turn = [group_moments(rollout.once(one), rollout.group, rollout.num_groups, sum_over_ranks) for one in returns]
+    std = torch.stack([one.std for one in by_turn]).amax(0)
+    batch_std = torch.stack([one.batch_std for one in by_turn]).amax(0)
+    columns = [
+        group_advantages(values, moments._replace(std=std, batch_std=batch_std), ADVANTAGES[name])
+        for values, moments in zip(returns, by_turn)
+    ]
     return torch.stack(columns, 1).gather(1, rollout.turn)
 
 

@@ -94,7 +94,7 @@ class Order:
             order = mixed_order(self._sizes, tuple(self.weights), self.args.seed, epoch)
         chosen: list[int] = order[index * size : (index + 1) * size].tolist()
         if len(chosen) < self.ranks.world_size:  # too few for a row per rank: borrow from the epoch's start
-            chosen += order[: self.ranks.world_size - len(chosen)].tolist()
+            chosen += itertools.islice(itertools.cycle(order.tolist()), self.ranks.world_size - len(chosen))
         return chosen
 
     def global_batch(self, rows: Sequence[Row], step: int, batch_size: int) -> list[Row]:

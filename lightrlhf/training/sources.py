@@ -31,7 +31,7 @@ from lightrlhf.models.names import base_name, model_folder, starting_model
 from lightrlhf.storage.seals import sha256
 
 MODELS = ("rm_experiment_dir", "teacher", "ref_model", "reflect_experiment_dir", "user_model", "responder")
-FUNCTIONS = ("reward_function", "user_function", "loss_type", "advantage", "env", "tools")
+FUNCTIONS = ("reward_function", "user_function", "loss_type", "advantage", "env", "tools", "agent")
 READ = (".safetensors", ".bin", ".index.json", ".jinja", ".model", ".py")  # suffixes of files that loading may read
 READ_BY_NAME = {"merges.txt", "vocab.txt", "vocab.json", "added_tokens.json", "special_tokens_map.json"}
 READ_BY_NAME |= {"tokenizer.json", "tokenizer_config.json", "chat_template.json", "reward_statistics.json"}

@@ -241,6 +241,10 @@ def test_stored_arguments_give_the_same_arguments_again(program, cafe_data, tmp_
     assert dataclasses.replace(again, resume_from=None) == args
     longer = parse(PROGRAMS[program], [f"--resume_from={tmp_path}", "--max_steps", "9"])
     assert longer.max_steps == 9 and longer.seed == 9
+    config = tmp_path / "more.yaml"
+    config.write_text(f"resume_from: {tmp_path}\nmax_steps: 8\n")
+    by_file = parse(PROGRAMS[program], ["--config", str(config)])
+    assert by_file.max_steps == 8 and by_file.seed == 9 and by_file.resume_from == str(tmp_path)
 
 
 @pytest.mark.parametrize("program", PROGRAMS)

@@ -402,6 +402,8 @@ def test_two_stages_in_one_folder_must_agree(write):
     write(pairs(90), stage="finetune")
     with error_naming(UsageError, "--seed 42", "7"):
         write(pairs(90), stage="preference", seed=7)
+    with error_naming(UsageError, "--test_percentage 0.1", "0.3"):  # a prompt would be in train and in test
+        write(pairs(90), stage="preference", test_percentage=0.3)
     write(pairs(90), seed=7)  # everything anew
 
 

@@ -1,5 +1,8 @@
 """Episodes: how they are played and counted, their batch of decisions, and the buffer of successes."""
 
+from contextlib import suppress
+from types import SimpleNamespace
+
 import pytest
 from helpers.errors import error_naming
 
@@ -7,8 +10,10 @@ pytest.importorskip("gymnasium", reason="needs pip install -e '.[envs]'")
 
 from helpers.corridor import STARTS, Corridor
 
+from lightrlhf import reflect_rl
 from lightrlhf.cli.errors import RunFailure
 from lightrlhf.envs import episodes as module
+from lightrlhf.envs.curriculum import curriculum
 from lightrlhf.envs.episodes import (
     Decision,
     Episode,
@@ -59,6 +64,16 @@ def test_a_batch_of_decisions_keeps_their_order_and_episodes():
     assert batch.logprobs.tolist() == [[-0.5, 0, 0], [0, -1, 0], [0, 0, -1.5]]
     assert batch.action_mask.sum(1).tolist() == [1, 1, 1] and batch.input_ids[1].tolist() == [5, 5, 7, 0]
     assert batch.allowed[:, 0].nonzero().tolist() == [[0, 1], [1, 2], [2, 3]]
+
+
+def test_single_decisions_are_not_replayed_in_the_stage_of_whole_episodes(monkeypatch):
+    """The curriculum "a/1; a" has two stages of the same levels."""
+    entered = []
+    monkeypatch.setattr(Replay, "enter", lambda self, key: entered.append(tuple(key)))
+    for stage in curriculum(["full"], stages="full/1; full"):
+        with suppress(AttributeError):  # what follows needs a run
+            reflect_rl.replay_step(SimpleNamespace(args=None), None, Replay(3), [], None, stage)
+    assert len(set(entered)) == 2
 
 
 def test_the_replay_keeps_the_last_successes_of_one_stage():

@@ -202,7 +202,7 @@ def test_observations_have_their_cross_entropy_beside_the_loss(pools, tmp_path):
 
 @pytest.mark.parametrize("name", [KEEPS, REWRITES])
 def test_a_turn_is_credited_with_what_follows_it(name, pools, tmp_path):
-    """Members that have ended have a return of 0; std divides all turns by the deviation of the scores.
+    """Members that have ended have a return of 0; std divides all turns by the largest deviation of one.
 
     A member without a score has no advantage and is in no baseline.
     """
@@ -224,8 +224,24 @@ def test_a_turn_is_credited_with_what_follows_it(name, pools, tmp_path):
                 own = rollout.columns[row]["episode"]
                 expected = 5 * own["score"] - 2 * sum(own["rewards"][:turn]) - sum(to_go) / len(mates)
                 assert float(plain[row, t]) == pytest.approx(expected, abs=1e-4)
-                deviation = torch.tensor([5 * one["score"] for one in mates]).std()
+                deviation = max(
+                    torch.tensor(
+                        [5 * one["score"] - 2 * sum(one["rewards"][:h]) if h < one["turns"] else 0.0 for one in mates]
+                    ).std()
+                    for h in range(max(one["turns"] for one in mates))
+                )
                 assert float(scaled[row, t]) == pytest.approx(expected / float(deviation + 1e-6), abs=1e-4)
+
+
+def test_equal_scores_after_different_numbers_of_turns_have_bounded_advantages(pools, tmp_path):
+    rollout = rollout_of(KEEPS, tmp_path)
+    for columns in rollout.columns:  # all are right in the end
+        columns["episode"]["rewards"] = [0.0] * (columns["episode"]["turns"] - 1) + [1.0]
+    scores = only_env(rollout)
+    scores.total.fill_(1.0)
+    for name in ("std", "batch_std"):
+        found = grpo.estimate_advantages(agent_args(credit="turn", advantage=name), rollout, scores).advantages
+        assert 0 < float(found.abs().max()) < 3
 
 
 def test_flags_of_episodes_without_episodes_are_refused():

@@ -12,12 +12,12 @@ from helpers.servers import status
 from lightrlhf.cli.groups import ModelArgs
 from lightrlhf.data.prompts import subset
 from lightrlhf.data.splits import load_prompts, load_split
-from lightrlhf.data.tokens import decode
+from lightrlhf.data.tokens import decode, encode_prompt
 from lightrlhf.generate import main
 from lightrlhf.models.loading import load_scalar
 from lightrlhf.models.roles import last_token
 from lightrlhf.rewards.loading import reward_statistics
-from lightrlhf.storage.jsonl import read_jsonl
+from lightrlhf.storage.jsonl import read_jsonl, write_jsonl
 from lightrlhf.storage.shards import Shard
 
 SMALL = ["--max_new_tokens", "6", "--accelerator", "cpu"]
@@ -48,6 +48,20 @@ def test_each_prompt_gets_k_responses_and_keeps_its_columns(tmp_path, cafe_data,
         assert row["responses"] == [decode(tokenizer, ids) for ids in row["response_ids"]]
         assert [ids[-1] != tokenizer.eos_token_id for ids in row["response_ids"]] == row["truncated"]
     assert len(set(rows[0]["responses"])) > 1
+
+
+def test_responses_of_another_model_in_a_file_of_prompts_are_left_out(tmp_path, sft_dir, tokenizer):
+    old = {"prompt": "Guest: a tea", "prompt_ids": [5, 6], "table": 3, "ref_response": "Yes."}
+    write_jsonl(tmp_path / "old.jsonl", [old | {"response": "Old.", "responses": ["Old."], "rewards": [9.0]}])
+    flags = ["--prompts_file", str(tmp_path / "old.jsonl"), "--model_name", sft_dir, *SMALL]
+    (row,) = generated(tmp_path, flags)
+    assert not {"response", "reward", "rewards"} & row.keys() and row["responses"] != ["Old."]
+    assert row["table"] == 3 and row["ref_response"] == "Yes."
+    assert row["prompt_ids"] == encode_prompt(tokenizer, "Guest: a tea")
+    same = [{**row, "prompt": decode(tokenizer, ids), "prompt_ids": ids} for ids in [row["prompt_ids"][1:]]]
+    write_jsonl(tmp_path / "rendered.jsonl", same)  # a prompt with control tokens has its ids alone
+    (again,) = generated(tmp_path, [*flags[2:], "--prompts_file", str(tmp_path / "rendered.jsonl")], "again.jsonl")
+    assert again["prompt_ids"] == same[0]["prompt_ids"]
 
 
 def test_a_subset_is_seeded_and_in_the_order_of_the_data(tmp_path, flags, cafe_data, tokenizer):

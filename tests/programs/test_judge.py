@@ -11,7 +11,7 @@ from http.server import ThreadingHTTPServer
 import pytest
 import torch
 from helpers import ROOT, environment
-from helpers.errors import refused
+from helpers.errors import error_naming, refused
 from helpers.processes import GRACE, PATIENCE, started
 from helpers.servers import Handler, answering, half_closed, status
 
@@ -149,6 +149,10 @@ def test_an_interrupted_run_resumes(files, server, tmp_path, monkeypatch, capsys
         ("Verdict: A", "A"),
         ("I first thought verdict: A.\nVerdict: **B**", "B"),
         ("verdict - Tie", "tie"),
+        ("The verdict: a tie.", "tie"),
+        ("Verdict: a close call, with a slight edge to B", None),
+        ("Verdict: A and B are equal", None),
+        ("Verdict: A/B", None),
         (" b. ", "B"),
         ("A is better", None),
         ("Verdict: Apples", None),
@@ -157,6 +161,12 @@ def test_an_interrupted_run_resumes(files, server, tmp_path, monkeypatch, capsys
 )
 def test_verdicts_are_read_and_not_guessed(reply, verdict):
     assert judge.read_verdict(reply) == verdict
+
+
+def test_verdicts_are_not_written_where_results_go(tmp_path):
+    files = [write(tmp_path, f"{name}.jsonl", {"p": name}) for name in "ab"]
+    with error_naming(ValueError, f"--output_file {tmp_path / 'out.json'}", ".jsonl"):
+        judge.JudgeArgs(judge="helpers.rewards:shorter", responses_file=files, output_file=f"{tmp_path}/out.json")
 
 
 def test_each_task_asks_for_its_criteria():

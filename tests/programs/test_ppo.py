@@ -316,8 +316,8 @@ def test_several_rewards_are_weighted_logged_and_resumed(cafe_data, base_model, 
         assert [row[f"reward/{kind}"] for kind in ("timeouts", "crashes", "errors")] == [0, 0, 0]
     started = main([*flags, "--log_dir", str(tmp_path / "parts"), "--reward_timeout", "60", "--save_interval", "1"])
     assert weights(last_checkpoint(started)) == weights(last_checkpoint(folder))  # a process of its own changes nothing
-    resumed = main(["--resume_from", started, "--max_steps", "3"])
-    assert [row["step"] for row in metrics(resumed)] == [1, 2, 3]
+    resumed = main(["--resume_from", started, "--max_steps", "3", "--init_kl_coeff", "0.7"])
+    assert [(row["step"], row["objective/kl_coeff"]) for row in metrics(resumed)] == [(1, 0.1), (2, 0.1), (3, 0.7)]
 
 
 @pytest.mark.slow

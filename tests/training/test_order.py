@@ -1,5 +1,7 @@
 """The order of the data: epochs, numbers of steps, and the names of rows in errors."""
 
+from types import SimpleNamespace
+
 import pytest
 from helpers import CPU, last_checkpoint
 
@@ -16,6 +18,12 @@ def test_an_epoch_sees_every_row_once_and_the_last_batch_may_be_small(run):
     assert [len(batch) for batch in batches] == [4, 4, 3, 4, 4, 3]
     assert sorted(sum(batches[:3], [])) == sorted(sum(batches[3:], [])) == list(range(11))
     assert batches[:3] != batches[3:]
+
+
+def test_every_rank_has_a_row_of_fewer_than_half_as_many(run):
+    order = run().order
+    order.ranks = SimpleNamespace(world_size=5)
+    assert order.draw(1, 0, 1) == [0] * 5
 
 
 @pytest.mark.parametrize(
