@@ -61,6 +61,7 @@ class OpenBatch:
             for row in stepping:
                 row.done, row.steps = row.done + 1, row.steps + 1
             self._sample(stepping, logits)
+        reading = [row for row in reading if row in self.memory.running]  # whose request has not failed just now
         if reading:
             parts = share_tokens([row.left for row in reading], PREFILL_TOKENS if stepping else MOST_PREFILL_TOKENS)
             chosen = [(row, count) for row, count in zip(reading, parts) if count]
@@ -149,6 +150,8 @@ class OpenBatch:
 
     def fail(self, ticket: Ticket, problem: BaseException) -> None:
         """End a request whose numbers may not be finite: nothing of its blocks is used again."""
+        if ticket not in self.memory.tickets:  # it has failed already
+            return
         pages = self.memory.pages
         if pages is not None:
             held = {block for row in self._rows(ticket) for block in row.blocks}

@@ -83,7 +83,8 @@ class RowMemory:
             blocks.share(found)
         own_last = begins and len(row.ids) % blocks.size > 0
         missing = max(blocks.needed(len(row.ids) + 1) - len(found), 0)
-        if not self.make_room(missing + own_last) or (begins and shared.logits is None):
+        has_room = self.make_room(missing + own_last)  # perhaps by dropping blocks that this row needs
+        if not has_room or (begins and shared.logits is None) or not (is_new or row.blocks):
             if is_new:
                 blocks.release(found)
             return False

@@ -11,7 +11,7 @@ from helpers.processes import PATIENCE
 
 from lightrlhf.cli.errors import NotFinite, UsageError
 from lightrlhf.cli.groups import DecodingArgs
-from lightrlhf.generation import open_batch
+from lightrlhf.generation import open_batch, row_memory
 from lightrlhf.generation import scheduler as scheduling
 from lightrlhf.generation.engine import generate, generate_turns
 from lightrlhf.generation.scheduler import Scheduler
@@ -193,6 +193,23 @@ def test_a_request_that_never_fits_is_refused_and_others_go_on(policy):
     assert other.rows
 
 
+def test_a_row_whose_own_blocks_make_room_starts_anew(policy):
+    prompt, noise = [5 + number % 30 for number in range(35)], torch.rand(1, 60)
+    with turns_by_hand(Scheduler(None, 1, 2**22)) as scheduler:
+        _, client = submit(scheduler, policy, asks(prompt, noise, allowed=[5, 6, 7]))
+        scheduler.turn()
+        memory, blocks = scheduler.memory, scheduler.memory.pages.blocks
+        (row,), taken = memory.running, blocks.take(blocks.room())
+        while len(row.ids) < 64:  # two blocks, which leave no place for the next token
+            scheduler.turn()
+        memory.suspend(row)
+        scheduler.turn()
+        blocks.release(taken)
+        finish(scheduler)
+    alone = generate(policy, [prompt], DecodingArgs(max_new_tokens=60), ENDS, noise, allowed=[5, 6, 7])
+    assert client.problem is None and client.ids() == alone.responses[0]
+
+
 def test_a_failure_ends_its_requests_and_leaves_nothing_behind(policy, monkeypatch):
     with turns_by_hand(Scheduler(None, 4, 2**22)) as scheduler:
         prompt, noise = [5 + number % 30 for number in range(40)], torch.rand(2, 4)
@@ -213,6 +230,29 @@ def test_a_failure_ends_its_requests_and_leaves_nothing_behind(policy, monkeypat
         _, again = submit(scheduler, policy, asks(prompt, noise))
         finish(scheduler)
         assert [again.ids(n) for n in (0, 1)] == [expected.ids(n) for n in (0, 1)]
+
+
+def test_a_request_that_fails_while_it_reads_another_prompt_fails_no_other(policy, monkeypatch):
+    def failing(model):
+        runner = make_runner(model)
+        step = runner.step
+
+        def fail(pieces, *given):
+            is_bad = torch.tensor([[piece.ids == [9]] for piece in pieces])
+            return step(pieces, *given).masked_fill(is_bad, torch.nan)
+
+        runner.step = fail
+        return runner
+
+    make_runner = row_memory.make_runner
+    monkeypatch.setattr(row_memory, "make_runner", failing)
+    with turns_by_hand(Scheduler(None, 4, 2**22)) as scheduler:
+        _, other = submit(scheduler, policy, asks([5], torch.rand(1, 20), allowed=[5, 6]))
+        rows = [*asks([7], torch.rand(1, 5), allowed=[9]), *asks([5] * 200, torch.rand(1, 5))]
+        ticket, client = submit(scheduler, policy, rows)
+        finish(scheduler)
+        scheduler.batch.fail(ticket, MemoryError())  # of the same turn, later
+    assert isinstance(client.problem, NotFinite) and other.problem is None and len(other.ids()) == 20
 
 
 def test_a_job_by_turns_is_bitwise_the_call_whatever_runs_beside_it(policy):
