@@ -121,7 +121,7 @@ class App:
 
     # ---------------------------------------------------------------------------------------------------------- weights
     async def pause(self, request: Request) -> Response:
-        """Let what runs end; answers when it has. New requests wait for /resume."""
+        """Let what runs end; answers when it has. New requests wait for /resume, but in sessions that hold weights."""
         if (mode := request.query_params.get("mode", "wait")) != "wait":
             raise Refusal(f"mode {mode[:100]} is not served; use mode=wait")
         self.intake.resumed.clear()
@@ -138,7 +138,7 @@ class App:
     async def collective_rpc(self, request: Request) -> Response:
         """`reload_weights` of a folder; no other method."""
         folder = (await self.intake.read(request, partial(read, Reload))).kwargs.weights_path
-        await self.sessions.released()
+        await unless_gone(request, self.sessions.released())
         await self._change(partial(self.engine.reload, folder))
         return JSONResponse({"results": [None]})
 

@@ -60,11 +60,11 @@ class Intake:
             raise Refusal(f"{waiting} requests wait already; try again in {seconds} s", 429, seconds)
 
     @asynccontextmanager
-    async def entered(self) -> AsyncIterator[None]:
-        """Context manager: a request that runs, after a pause has ended. Raises: Refusal for what fails."""
+    async def entered(self, passes: bool = False) -> AsyncIterator[None]:
+        """Context manager: a request that runs, after a pause unless it passes. Raises: Refusal for what fails."""
         self.num_held += 1
         try:
-            while not self.resumed.is_set():
+            while not (passes or self.resumed.is_set()):
                 await self.resumed.wait()
         finally:
             self.num_held -= 1

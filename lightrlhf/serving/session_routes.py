@@ -139,8 +139,10 @@ class SessionTurn:
         async with self.session.lock:
             plan = await asyncio.to_thread(self._plan)
             stop_reason = "failed"
+            passes = self.session.settings.hold_weights  # a pause, in which new weights wait for the session's end
             try:
-                async with self.routes.intake.entered(), aclosing(self.routes.engine.stream(self.asked)) as choices:
+                running = self.routes.intake.entered(passes)
+                async with running, aclosing(self.routes.engine.stream(self.asked)) as choices:
                     async for _, self.choice, self.about in choices:
                         self._show()
                 stop_reason = self.choice.finish_reason or "failed"

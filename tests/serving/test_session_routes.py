@@ -6,7 +6,7 @@ import json
 import threading
 import time
 import weakref
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from types import SimpleNamespace
 
 import pytest
@@ -203,16 +203,21 @@ def test_a_session_goes_on_with_new_weights(client, engine, other):
     assert not torch.allclose(new[: len(old)], old)
 
 
-def test_new_weights_wait_for_a_session_that_holds_them(client, other):
+@pytest.mark.parametrize("paused", [False, True])
+def test_new_weights_wait_for_a_session_that_holds_them(client, other, paused):
     session, free = opened(client, hold_weights=True), opened(client)
     messages = [HELLO, turn(client, session, HELLO), MORE]
-    with ThreadPoolExecutor(1) as pool:
+    with ThreadPoolExecutor(2) as pool:
+        if paused:  # as trainers do
+            client.post("/pause")
         reloading = pool.submit(reload, client, other)
         time.sleep(0.3)
-        turn(client, session, *messages)
-        assert not reloading.done()
+        turned = pool.submit(turn, client, session, *messages)
+        is_answered, is_held = bool(wait([turned], PATIENCE).done), not reloading.done()
         assert end(client, session) == 200
+        client.post("/resume")
         assert reloading.result(PATIENCE).status_code == 200
+    assert is_answered and turned.result()["role"] == "assistant" and is_held
     turn(client, free, HELLO)
     assert trace_of(client, free)["turns"][0]["version"] == "reloaded-1"
 
@@ -425,6 +430,22 @@ def test_requests_that_fail_on_the_servers_side_are_counted_apart_from_wrong_one
     assert client.post(route, json=words, headers=key).status_code == 500
     trace = trace_of(client, (route, key))
     assert trace["failed_requests"] == 1 and trace["is_answered"] and trace["turns"] == []
+
+
+def test_a_reload_whose_client_goes_away_does_not_come_later(app, engine, other):
+    async def run() -> None:
+        session, leaving = app.sessions.sessions.begin(Settings(hold_weights=True)), asyncio.Event()
+        body = {"method": "reload_weights", "kwargs": {"weights_path": str(other)}}
+        at = "/collective_rpc", {"Authorization": f"Bearer {KEY}"}
+        job = asyncio.ensure_future(connected(app, at, body, leaving)[0])
+        await asyncio.sleep(0.2)
+        leaving.set()
+        await asyncio.sleep(0.2)
+        app.sessions.sessions.end(session.id)
+        await asyncio.wait_for(job, PATIENCE)
+
+    asyncio.run(run())
+    assert engine.num_reloads == 0
 
 
 def test_a_client_that_never_reads_does_not_hold_its_session(app, engine):
