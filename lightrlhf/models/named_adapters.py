@@ -35,6 +35,7 @@ class NamedAdapters:
         self.policy, self.taken, self.merged_into = policy, taken, merged_into
         self.by_name: dict[str, Adapter] = {}
         self.num_loaded = 0
+        self.trained = [weight for weight in policy.model.parameters() if weight.requires_grad]
 
     def load(self, name: str, folder: str) -> None:
         """Load a peft folder under a name. Raises: UsageError when that is taken, or the folder does not fit."""
@@ -59,17 +60,24 @@ class NamedAdapters:
             weights = lora.adapter_modules(model, layer_name).to(model.device)
             if bad := not_finite(weights.named_parameters()):
                 raise UsageError(f"{folder} has weights that are not finite: {bad[0].replace('/', '.')}")
+            plain, base = self.policy.head_is_plain, self.policy.base
+            role = Policy(model, (layer_name,), base, shares=True, trainable=False, head_is_plain=plain).eval()
+            self.by_name[name] = Adapter(role, layer_name, folder)
         except Exception as problem:  # a damaged file makes the libraries raise anything
             lora.remove_adapter(model, layer_name)
             raise UsageError(f"{folder} cannot be loaded: {first_line(problem)}") from None
-        finally:  # outside of the roles of adapters the model is as it was
-            lora.configure(model, active=self.policy.adapters, trainable=())
-        plain, base = self.policy.head_is_plain, self.policy.base
-        role = Policy(model, (layer_name,), base, shares=True, trainable=False, head_is_plain=plain).eval()
-        self.by_name[name] = Adapter(role, layer_name, folder)
+        finally:
+            self._configure()
 
     def unload(self, name: str) -> None:
         """Remove an adapter. Raises: UsageError when the name is unknown."""
         if name not in self.by_name:
             raise UsageError(f"no adapter {name!r} is loaded")
         lora.remove_adapter(self.policy.model, self.by_name.pop(name).layer_name)
+        self._configure()
+
+    def _configure(self) -> None:
+        """Let the model be as it was outside of the roles of adapters; beside those its weights are frozen."""
+        lora.configure(self.policy.model, active=self.policy.adapters, trainable=())
+        for weight in () if self.by_name else self.trained:  # which torch multiplies in another order than frozen ones
+            weight.requires_grad_(True)

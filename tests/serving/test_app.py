@@ -636,7 +636,9 @@ def load(client, name: str, path) -> object:
     return client.post("/v1/load_lora_adapter", json={"lora_name": name, "lora_path": str(path)})
 
 
-def test_an_adapter_answers_by_its_name_and_the_model_stays_as_it_is(client, adapter, folder, tokenizer):
+def test_an_adapter_answers_by_its_name_and_the_model_stays_as_it_is(client, engine, adapter, folder, tokenizer):
+    check_refusal(load(client, "step.0", folder), 400, "holds no adapter")
+    assert all(weight.requires_grad for weight in engine.policy.model.parameters())
     before, noise = ids_of(client), torch.rand(3, 8)
     assert load(client, "step.1", adapter).status_code == 200
     policy = load_policy(str(adapter), ModelArgs(finetune_mode="lora"), tokenizer).eval()
@@ -654,6 +656,7 @@ def test_an_adapter_answers_by_its_name_and_the_model_stays_as_it_is(client, ada
     assert client.post("/v1/unload_lora_adapter", json=unload).status_code == 200
     check_refusal(client.post(TEXT, json={**GOOD, "model": "step.1"}), 400, "unknown model 'step.1'")
     check_refusal(client.post("/v1/unload_lora_adapter", json=unload), 400, "no adapter 'step.1' is loaded")
+    assert all(weight.requires_grad for weight in engine.policy.model.parameters())  # exact samples depend on it
     assert ids_of(client) == before
 
 
