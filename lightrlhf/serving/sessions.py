@@ -56,8 +56,8 @@ class Settings(BaseModel):
         for name in PINNED if self.train else ():
             if getattr(body, name) != ChatBody.model_fields[name].default:
                 raise Refusal(f"{name} is not taken in a session that is trained on; leave it out")
-        if self.train and body.tool_choice != "none":
-            settings["tool_choice"] = "auto"  # a forced call would come from another distribution
+        if body.tool_choice != "none":
+            settings["tool_choice"] = "auto"  # a turn is one sample; a forced call takes several
         return body.model_copy(update=settings)
 
 
