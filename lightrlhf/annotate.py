@@ -157,7 +157,8 @@ def make_scorer(args: AnnotateArgs, reward: functions.RewardFunctions | None) ->
     """The scorer of a prompt's responses."""
     device = find_device(args.accelerator)
     settings = (args, device, args.rollout_mini_batch_size, reward)
-    return loading.load_rewards(*settings, wrap_prompts=args.rm_chat_template, grouped=True).of_groups
+    wraps, standardise = args.rm_chat_template, args.normalize_rewards
+    return loading.load_rewards(*settings, wrap_prompts=wraps, grouped=True, standardise=standardise).of_groups
 
 
 def write_rewards(

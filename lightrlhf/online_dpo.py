@@ -305,7 +305,8 @@ def add_scores(
 ) -> None:
     """Add `reward` to the records, and `gold` where the data has a judge."""
     settings = (args, find_device(args.accelerator), args.rollout_mini_batch_size, reward)
-    scorer = loading.load_rewards(*settings, wrap_prompts=args.rm_chat_template, grouped=True).of_groups
+    wraps, standardise = args.rm_chat_template, args.normalize_rewards
+    scorer = loading.load_rewards(*settings, wrap_prompts=wraps, grouped=True, standardise=standardise).of_groups
     groups = [[as_sample(record), as_sample(other)] for record, other in zip(records, before)]
     for record, rewards in zip(records, scorer(groups)):
         record["reward"] = rewards[0]

@@ -80,6 +80,7 @@ def make_rewards(
         args.rollout_mini_batch_size,
         reward,
         backbone=backbone,
+        standardise=args.normalize_rewards,
         keeps_infinite=keeps_infinite,
         ranks=run.ranks,
         freeze=run.freeze,
@@ -100,6 +101,7 @@ def load_rewards(
     wrap_prompts: bool = False,
     grouped: bool = False,
     backbone: Policy | None = None,
+    standardise: bool = True,
     keeps_infinite: bool = False,
     ranks: Ranks | None = None,
     freeze: Freeze | None = None,
@@ -126,7 +128,7 @@ def load_rewards(
                 wrap_prompts=wrap_prompts,
                 single=not grouped,
                 backbone=backbone,
-                standardise=getattr(args, "normalize_rewards", True),
+                standardise=standardise,
                 freeze=freeze,
             )
         )
