@@ -66,7 +66,7 @@ class AnnotateArgs(RewardArgs, SealArgs, DryRunArgs):
     rm_chat_template: bool = False
     """Wrap plain-text prompts as user messages of the reward model's chat template."""
     normalize_rewards: bool = flag(True, show="rarely")
-    """Standardise scores by the mean and deviation stored with the reward model; False for soft labels by it."""
+    """Standardise scores by the mean and deviation stored with the reward model; soft labels need False."""
     reward_function: list[str] = flag([], required=None)
     """Reward functions `package.module:name`, one or several, instead of a reward model or in addition."""
     trust_remote_code: bool = flag(False, show="rarely")

@@ -74,7 +74,7 @@ class OnlineDPOArgs(dpo.DPOLossArgs, RewardArgs, SamplingArgs, iterated_dir.Iter
     rm_chat_template: bool = flag(False, show="rarely")
     """Wrap plain-text prompts as user messages of the reward model's chat template."""
     normalize_rewards: bool = flag(True, show="rarely")
-    """Standardise scores by the mean and deviation stored with the reward model; False for soft labels by it."""
+    """Standardise scores by the mean and deviation stored with the reward model; soft labels need False."""
     choose_type: Literal["max_random", "max_min", "max_max", "random", "max_min_p"] = "max_min"
     """Pair of a prompt: the best with a random other, the worst or the second; any two; `max_min` after a penalty."""
     length_penalty: float = at_least(0, 0.0, needs={"choose_type": "max_min_p"}, show="rarely")

@@ -120,7 +120,7 @@ class PPOArgs(
     entropy_coeff: float = at_least(0, 0.0, show="rarely")
     """Weight of the entropy bonus in the policy's loss."""
     gae_gamma: float = between(0, 1, 1.0, show="rarely")
-    """Discount per token of a macro action and once to the next; per turn with `--termination_condition turn`."""
+    """Discount per token in a macro action, once between two; per turn with `--termination_condition turn`."""
     gae_lambd: float = between(0, 1, 0.95)
     """GAE's lambda: 1 is Monte Carlo, 0 one-step TD."""
     termination_condition: Literal["fixed", "randomized", "parsing", "ppl", "turn"] = "fixed"

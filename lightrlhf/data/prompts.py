@@ -46,7 +46,7 @@ class PromptArgs(SealArgs):
     prompts_from: Literal["prompts", "finetune", "preference"] | None = flag(None, needs="data_dir", show="rarely")
     """Which prompts of `data_dir` to use. Default: `prompts_*.pt` if present, else `finetune_*.pt`."""
     prompts_file: str | None = flag(None, check=check_file, required="prompts", show="first")
-    """JSONL file with a column `prompt` (text or messages), instead of `data_dir`; columns but responses are kept."""
+    """JSONL file with a column `prompt` (text or messages), instead of `data_dir`; earlier responses are left out."""
     num_prompts: int | None = at_least(1, 2000)
     """Largest number of prompts, a random subset in the order of the data, always the same; `null` takes all."""
 

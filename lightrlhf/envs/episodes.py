@@ -211,7 +211,7 @@ class Replay:
     levels: list[int] = field(default_factory=list)  # of the stage they were played in
 
     def enter(self, levels: Sequence[int]) -> None:
-        """Drop the episodes of a stage with other levels; levels: and what else tells its task from another's."""
+        """Drop the episodes of a stage with other levels; levels: the stage's, and its most decisions."""
         if self.levels != list(levels):
             self.episodes, self.levels = [], list(levels)
 
